@@ -116,7 +116,7 @@ class Feasibility:
 
     @property
     def message(self) -> str:
-        """One sentence for people; empty where feasible."""
+        """One sentence for people; empty if feasible."""
         if self.plan is not None:
             return ""
         if not self.needs:
@@ -631,9 +631,9 @@ def refuse_unless(is_supported: bool, part: str, problem: Problem, rule: str) ->
     Parameters
     ----------
     is_supported
-        What the part's own predicate says of the problem.
+        Result of the part's own predicate for the problem.
     part, rule
-        Name of the part, and what it supports, in words.
+        Name of the part, and the problems that it supports, in words.
 
     Raises
     ------
@@ -657,9 +657,10 @@ def refuse_unless(is_supported: bool, part: str, problem: Problem, rule: str) ->
 
 
 def fifo_loses_nothing(problem: Problem) -> bool:
-    """Identical micro-batches may be relabelled pass by pass where each is treated alike.
+    """Whether some best schedule runs its micro-batches first in, first out.
 
-    This holds if no device can profit from any mode but keep.
+    Identical micro-batches may be relabelled pass by pass if no device can profit from any mode but
+    keep.
     """
     return not any(
         memory_binds(problem, stage.device) and len(usable_modes(problem, s)) > 1

@@ -67,7 +67,7 @@ _PER_UNIT = 10_000_000
 """Actions simulated that make a unit of work, as for the local search of `portfolio`."""
 
 _SQUEEZED, _PEAKS = ", squeezed", ", peaks"
-"""In the name of a method: how a schedule was made of another, and under which limits."""
+"""Suffix of a method's name: how a schedule was derived from another, and under which limits."""
 
 _ROUND_COST, _START_COST = 1e-5, {False: 5e-5, True: 4e-4}
 """Units of work per pass that a tighter search and all starts of a family count for.
@@ -88,10 +88,10 @@ def lower_peaks(best: Incumbent, stop: Stop, family_ms: Mapping[str, float] | No
     Parameters
     ----------
     best
-        Where they go; one without a schedule is left as it is.
+        Receives the offers; without a schedule, nothing happens.
     stop
-        How long to try. If its work is limited, what is tried is a function of that, of the seed
-        and of the best schedule.
+        The budget. If its work is limited, the attempts depend only on that, on the seed and on the
+        best schedule.
     family_ms
         The objective in ms of each family under the known limits. Tighter limits hardly make a
         family shorter. So only families with the known objective are built again, and, for a local
@@ -151,7 +151,7 @@ def _least_share(problem: Problem) -> float:
 
 
 class _TighterSearch:
-    """A search for the known objective where every device has a share of what is free."""
+    """A search for the known objective in which every device has a share of its free memory."""
 
     def __init__(self, best: Incumbent, share: float, families: Collection[str] | None) -> None:
         self.best = best
@@ -166,7 +166,7 @@ class _TighterSearch:
         return self.inner.objective_ms <= self.enough_ms
 
     def run(self, stop: Stop, *, searches: bool) -> bool:
-        """Return whether the objective is reached: by what is made, else, if asked, by a search."""
+        """Return whether built programs, or optionally a search, reach the objective."""
         problem = self.inner.problem
         if feasibility(problem).plan is None:
             return False
@@ -220,15 +220,15 @@ class _TighterSearch:
             self.best.offer(progress.programs, method, expected_ms=reached)
 
 
-# --- A program within a tighter limit: where something does not fit, weight gradients that wait are
-# made first, as they give bytes back; a forward that does not fit then waits until more is given.
+# --- A program within a tighter limit: if an action does not fit, waiting weight gradients run
+# first, because they free bytes. A forward that still does not fit waits until more are freed.
 
 
 def within_limit(problem: Problem, device: int, program: Program) -> Program | None:
     """Return a legal program of a device with W's sooner and forwards later, so that it fits.
 
-    All else stays in order. None where something else does not fit, or needs a forward that does
-    not. Other devices may wait for what is put off, in a circle even.
+    All else stays in order. None if another action does not fit, or needs a forward that does not
+    fit. Other devices may wait for delayed actions, and may even deadlock.
     """
     moved = _RoomMaker(problem, device, program).in_order()
     if moved is None or device_peak_bytes(problem, device, moved) > _usable_bytes(problem, device):
@@ -345,10 +345,10 @@ class Robust:
 
 
 def choose_robust(best: Incumbent, robust: Robust, stop: Stop) -> RobustChoice | None:
-    """Put the schedule that noise delays least in the place of the shortest; None without any.
+    """Replace the shortest schedule by the one that noise delays least; None without any.
 
-    Of those that are as good the shortest without noise stays. If time is up before all were
-    judged, it is the best of those that were, which include the shortest of all.
+    Among equals, the shortest without noise stays. If the time ends before all are judged, the best
+    of the judged ones stays, which include the shortest of all.
     """
     if best.programs is None:
         return None

@@ -196,7 +196,7 @@ def replan(
 
 @dataclass(frozen=True)
 class _TrainingRun:
-    """Batches of a run, each once: equal where their problem hashes are, as caches ask by it."""
+    """Batches of a run, each once; equal if their problem hashes are equal, for use in caches."""
 
     hashes: tuple[str, ...]
     batches: tuple[Problem, ...] = field(compare=False)
@@ -239,7 +239,7 @@ _Forms: TypeAlias = "list[set[tuple[tuple[int, bool, str | None], ...]]]"
 
 
 def _forms(problem: Problem) -> _Forms:
-    """Return of each stage what the modes of its menus do, by number, whatever times and bytes."""
+    """Return, per stage, the kinds of modes in its menus, by number, without times and bytes."""
     forms = [
         tuple((k, mode.offload_bytes > 0, mode.recompute) for k, mode in enumerate(menu) if mode)
         for menu in numbered_menus(problem)
@@ -454,7 +454,7 @@ def _made_to_fit(compiled: CompiledProblem, deals: Sequence[Rows]) -> Iterator[_
 def _deals(
     compiled: CompiledProblem, built: Iterable[tuple[str, Rows]], ways: Sequence[Ints]
 ) -> Iterator[_Start]:
-    """Yield the best legal deal of each of some programs for as many micro-batches."""
+    """Yield the best legal deal of each given schedule."""
     for method, rows in built:
         best = _shortest(compiled, [compiled.deal(rows, order) for order in ways])
         if best is not None:
@@ -480,7 +480,7 @@ def _annealed(
     *,
     short: int,
 ) -> tuple[_Start, Rows]:
-    """Anneal each start for ``short`` actions, the best for what is left of the work; return it."""
+    """Anneal each start for ``short`` actions, then the best for the work left; return it."""
     table, cooled = None, []
     for start in starts:
         table = table_for(compiled, start[2], like=table)

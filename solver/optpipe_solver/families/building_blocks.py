@@ -68,9 +68,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuildingBlock:
-    """When one micro-batch runs F and I, by stage, and after how long the next one does the same.
+    """Start times of one micro-batch's F and I, by stage, and the period to the next micro-batch.
 
-    Nothing may run before what it depends on; the unit of time is free.
+    No pass may start before its dependencies; the unit of time is arbitrary.
     """
 
     forward: Floats
@@ -81,14 +81,14 @@ class BuildingBlock:
 def uniform_block(
     num_stages: int, offsets: Sequence[float], gaps: Sequence[float], period: float
 ) -> BuildingBlock:
-    """Return the block with the same offsets all over each half of the model.
+    """Return the block with uniform offsets in each half of the model.
 
     Parameters
     ----------
     num_stages
         The first half is stages 0 to num_stages // 2 - 1.
     offsets
-        Time from a pass to the next on its way: F in the first half, F in the second, I in the
+        Time from a pass to the next of its chain: F in the first half, F in the second, I in the
         second, I in the first.
     gaps
         The same at the turns: F into the second half, last F to first I, I into the first half.
@@ -157,8 +157,8 @@ def build_building_blocks(problem: Problem) -> Programs:
     Rule: try building blocks with uniform offsets in each half of the model. Keep the blocks whose
     squeezed schedules are shortest under the limit, try several ways to fill waits on them, and
     keep the best simulated schedule. There are three sets of blocks. The first are on the grid of
-    equal times, free of collisions, with offsets of 1 to 3 passes in each half. (They include those
-    of ZB-V, V-Half and V-Min, and 1F1B's on a line.) The second have offsets of 1 to 2.5 times the
+    equal times, free of collisions, with offsets of 1 to 3 passes in each half. They include those
+    of ZB-V, V-Half and V-Min, and 1F1B's on a line. The second have offsets of 1 to 2.5 times the
     real mean time of a half's passes. The third, for less memory than V-Min's, have its offsets and
     ever longer periods, down to serial execution. Blocks whose estimated memory, ceil(lifespan /
     period) activations per stage, is closest to the limit come first, until the work budget is
@@ -311,9 +311,8 @@ def build_zb_v(problem: Problem) -> Programs:
     m), on every device, as 1F1B's first. Bubble (span) at equal times: zero for m >= 2p - 1, and
     2p - 1 - m passes for p <= m < 2p - 1. If W is shorter, p activations leave no more W for the
     tail. The bubble is then at least (p - 1)(F + I + 2C - 2W) - W, for passes of one stage and
-    communication C. Ignored: memory limits (activations are counted, not weighed),
-    offload and recompute. The order of the block is that of equal times; W fill waits by real
-    times.
+    communication C. Ignored: memory limits (activations are counted, not weighed), offload and
+    recompute. The order of the block is that of equal times; W fill waits by real times.
 
     Raises
     ------

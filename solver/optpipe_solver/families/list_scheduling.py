@@ -291,13 +291,13 @@ def build_gis_h(problem: Problem) -> Programs:
 
     PipeOffload, arXiv 2503.01328, section 4: GIS with the smallest group that keeps the steady
     state free of bubbles. Rule: g = ceil(d / 2). It is larger, up to d, if the stages are too
-    unequal: g micro-batches of the busiest stage must cover one pass through a chunk's devices,
-    g max(F + I + W) >= sum F and >= sum I.
+    unequal. Then g micro-batches of the busiest stage must cover one pass through a chunk's
+    devices: g max(F + I + W) >= sum F and >= sum I.
 
-    Memory: g (v - 1) + d chunk activations. In units of a device's micro-batch (v chunks) that is
-    d (v + 1) / (2 v) for even d, and one half of (v - 1) / v more for odd d. Bubble at equal times:
-    (d - 1)(F + I) + (v - 1)(d / 2)(F + I - W) for even d. It ignores memory limits, offload,
-    recompute and the fused backward.
+    Memory: g (v - 1) + d chunk activations. For even d, in units of a device's micro-batch (v
+    chunks), that is d (v + 1) / (2 v). For odd d it is one half of (v - 1) / v more. Bubble at
+    equal times: (d - 1)(F + I) + (v - 1)(d / 2)(F + I - W) for even d. It ignores memory limits,
+    offload, recompute and the fused backward.
 
     Raises
     ------

@@ -91,7 +91,7 @@ class _PolishRounds:
         self.rounds = 0
 
     def next(self) -> bool:
-        """Polish one block for a round, offer it where it got better; return whether to go on."""
+        """Polish one block for a round, offer it if it improved; return whether to continue."""
         polishers = self.polishers
         is_beaten = polishers and polishers[0].best_ms > _BEATEN * self.best.objective_ms
         if self._is_over() or not polishers or is_beaten:
@@ -146,14 +146,14 @@ class BlockPolisher:
     block
         Where it starts.
     fused
-        Whether B stands for I and W.
+        Whether B replaces I and W.
     seed
-        What is tried is a function of it.
+        The moves depend only on it.
 
     Attributes
     ----------
     best_ms
-        The length of the best schedule so far, inf where none fits.
+        The length of the best schedule so far, inf if none fits.
     """
 
     def __init__(self, problem: Problem, block: BuildingBlock, *, fused: bool, seed: int) -> None:
@@ -184,7 +184,7 @@ class BlockPolisher:
         return self.best_ms < before
 
     def result(self) -> ListSchedule | None:
-        """Return the best block squeezed for all micro-batches; None where none fitted."""
+        """Return the best block squeezed for all micro-batches; None if none fits."""
         return self._squeezed(self.best, None)
 
     def _neighbour(self) -> _BlockCourse:

@@ -1,9 +1,9 @@
 """The type `Family`, the list of all families, and re-placed copies for loop and V families.
 
 A re-placed copy splits every stage of a problem with one stage per device into v equal parts in
-model order. The parts k = 0, 1, ... go to the devices in the order in which the original line
-visits them, loop-wise (0..p-1, 0..p-1, ...) or V-wise (0..p-1, p-1..0, 0..p-1, ...). The copy makes
-these assumptions:
+model order. The parts k = 0, 1, ... go to the devices loop-wise (0..p-1, 0..p-1, ...) or V-wise
+(0..p-1, p-1..0, 0..p-1, ...). Devices are numbered in the order in which the original line visits
+them. The copy makes these assumptions:
 
 * Times (F, I, W, B, recompute, gradient reduction) are divided by v. Bytes (activation, weight
   context, offload, static) are divided so that the parts of a stage sum up exactly to it.

@@ -251,7 +251,7 @@ def _make_room(plan: GreedyRun, s: int, kind: int) -> None:
 
 @lean
 def _holds(memory: MemoryArrays, s: int, in_flight: int) -> bool:
-    """Whether, no W waiting, a stage has room for so many micro-batches and for finishing one."""
+    """Whether, if no W waits, so many micro-batches fit into a stage, and one can be finished."""
     finishing = max(
         memory.rises[INPUT, s, 0], memory.adds[INPUT, s, 0] + memory.rises[WEIGHT, s, 0]
     )
@@ -401,8 +401,8 @@ def build_zb_h2(problem: Problem) -> Programs:
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2 and figure 3 (bottom).
 
     Rule: as ZB-H1 with all counts doubled. Stage s of S first runs 2(S - 1 - s) + 1 forwards, which
-    fill the wait for its first input gradient, then alternates I and F. A weight gradient lags 2s
-    micro-batches, so that the tail becomes a parallelogram: the devices end as staggered as they
+    fill the wait for its first input gradient. It then alternates I and F. A weight gradient lags
+    2s micro-batches, so that the tail becomes a parallelogram: the devices end as staggered as they
     began. Memory: stage s holds at most 2(S - s) - 1 micro-batches between F and I, and 2s between
     I and W. The sum never exceeds the 2S - 1 of the first stage (min with m). Bubble (span) at
     equal times and m >= 2S - 1: zero. The paper states (S - 1)(F + I - 2W) for its profiled times.

@@ -140,7 +140,7 @@ class Frame:
     def sweep_all(
         self, rules: Sequence[Rule], ran: Ran, limits: Sequence[int], host_limits: Sequence[int]
     ) -> Fitted | None:
-        """Fit every device, inputs arriving as in a run; None where one cannot be fitted.
+        """Fit every device, inputs arriving as in a run; None if one cannot be fitted.
 
         Rules and limits are per device.
         """
@@ -285,8 +285,8 @@ def fit(frame: Frame, tries: int = 4) -> Fit | None:
         Legal compute programs (F, I, W, B), over their memory limits or not. Those that fit come
         back as they are. The problem's limits are kept: device and host.
     tries
-        The most sweeps to choose from, up to `THOROUGH`; large problems get fewer, so that it
-        takes about a second. Fewer are made where one costs no time.
+        Maximum number of sweeps to choose from, up to `THOROUGH`. Large problems get fewer, so that
+        it takes about a second. It ends early if a sweep costs no time.
     """
     if frame.fits:
         return Fit(frame.base.objective_ms, frame, frame.rows)
