@@ -258,7 +258,7 @@ class _RowMaker:
     def _on_copy(
         self, copy: Problem, placement: str, elsewhere: dict[str, FamilyStart]
     ) -> Iterator[ComparisonRow]:
-        """Yield rows on a copy; who has one leaves ``elsewhere``, who has not says why there."""
+        """Yield rows on a copy and remove their families from ``elsewhere``; store other reasons."""
         found = set()
         for start in all_starts(copy, tuple(sorted(elsewhere))):
             if start.programs is not None:
@@ -439,9 +439,9 @@ class WhatIf(WhatIfAnswer):
     schedule: Schedule
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can say, problem and schedule included."""
+        """Return the answer as JSON values, including problem and schedule."""
         return {
-            # A dataclass with slots is made anew: super() alone would look for the first one.
+            # ``slots=True`` creates a second class; super() would refer to the first one.
             **WhatIfAnswer.as_json(self),
             "problem": self.problem.model_dump(mode="json", by_alias=True),
             "schedule": self.schedule.model_dump(mode="json"),

@@ -661,15 +661,15 @@ def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
 
     Every schedule found there is offered immediately. So, unless the turn ends earlier, ``best``
     ends no longer than any family of these restrictions and any schedule that ``find`` has found
-    in one. That a problem is never worse than its restriction solved alone *for as
-    long* does not follow, and is not so. Large problems are left alone.
+    in one. A problem can still be worse than its restriction solved alone *for the same time*.
+    Large problems are skipped.
 
     Parameters
     ----------
     best
-        Improvements go there; its bound is used, and never changed.
+        Receives the improvements; its bound is used, and never changed.
     stop
-        For all restrictions together, in equal parts; bounds and families take time, and no work.
+        For all restrictions together, in equal parts; bounds and families take time, but no work.
     find
         Improves the incumbent of a restriction.
     """
@@ -695,7 +695,7 @@ Menus with longer starts are not searched. The second number is the most menus i
 
 
 def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_RestrictedSearch]:
-    """Return the first, and of the others those with the best starts, the best last.
+    """Return the first menu, and the others with the best starts, the best last.
 
     The first is v1's menu: without it a large menu could be worse than a small one. The others
     differ in what stages hold when they keep, and starts show which are wrong.
@@ -712,7 +712,7 @@ def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_Restricte
 
 
 class _RestrictedSearch:
-    """One restriction: its incumbent hands on to the problem's what it takes in."""
+    """One restriction: its incumbent passes accepted schedules on to that of the problem."""
 
     def __init__(self, best: Incumbent, less: Reduction) -> None:
         self.best = best
@@ -730,11 +730,11 @@ class _RestrictedSearch:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the restriction has nothing that is better than what is known."""
+        """Whether the restriction has no schedule that is better than the best known."""
         return self.inner.bound_ms >= self.best.objective_ms * (1 - OPTIMAL_GAP)
 
     def is_useful(self, stop: Stop) -> bool:
-        """Bound the restriction until nothing better can be in it."""
+        """Bound the restriction until it can contain nothing better."""
         for bound in lower_bounds(self.less.problem, should_stop=stop.is_over):
             if self.is_settled:
                 return False

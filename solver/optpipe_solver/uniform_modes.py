@@ -210,7 +210,7 @@ def _cost_ms(compiled: CompiledProblem, s: int, number: int) -> float:
 
 
 def _one_by_one(ways: list[list[_Footprint]], limit: int) -> tuple[int, ...] | None:
-    """Change the mode that frees most for its cost where most is held, until all fits."""
+    """Change the mode that frees most per cost at the peak, until everything fits."""
     picked = [min(range(len(known)), key=lambda k: known[k].cost_ms) for known in ways]
     for _ in range(sum(map(len, ways))):
         check_stop()
@@ -239,7 +239,7 @@ def _changes(
 
 
 def _load(ways: list[list[_Footprint]], picked: tuple[int, ...] | list[int]) -> Ints:
-    """Return the most bytes held during each action of the device."""
+    """Return the peak bytes held during each action of the device."""
     taken = [known[k] for known, k in zip(ways, picked, strict=True)]
     total: Ints = np.sum([way.held_bytes + way.needs for way in taken], axis=0)
     return total

@@ -73,7 +73,7 @@ class Frame:
 
     @cached_property
     def limits(self) -> tuple[int, ...]:
-        """Bytes of each device that activations may fill."""
+        """Bytes of each device for activations."""
         return tuple(int(limit) for limit in self.compiled.memory.limit)
 
     @cached_property
@@ -311,7 +311,7 @@ class _Try(NamedTuple):
 
 
 def _best(frame: Frame, tries: int, host_limits: Sequence[int]) -> _Try | None:
-    """Return the best of so many sweeps.
+    """Return the best of ``tries`` sweeps.
 
     Each rule is tried once; then, best first, again with the delays that it caused.
     """

@@ -262,7 +262,7 @@ def insert(job: DeviceProgram, cells: Ints, num: Ints, which: int, cell: int) ->
 
 @lean
 def remove(cells: Ints, num: Ints, which: int, cell: int) -> None:
-    """Take a cell out of a short list, keeping its order."""
+    """Remove a cell from a short list, keeping its order."""
     last = num[which] - 1
     place = 0
     while cells[place] != cell:
@@ -293,7 +293,7 @@ def sweep(job: DeviceProgram, rule: Rule, limit: int, host_limit: int) -> SweepR
 
 @lean
 def _sweep(job: DeviceProgram, rule: Rule, st: FitState, limit: int, host_limit: int) -> bool:
-    """Run all actions, making room before each; return whether that could be done."""
+    """Run all actions, freeing memory before each; return whether all fit."""
     for at in range(job.kind.size):
         if st.done_early[at]:
             continue
@@ -460,14 +460,14 @@ def _leaving_costs(  # noqa: PLR0917 - compiled code takes its arguments by posi
 
 @lean
 def _return_ms(job: DeviceProgram, rule: Rule, cell: int) -> float:
-    """Return how long a copy back takes from the moment its lane is the device's to use."""
+    """Return the duration of a reload from the moment the device can use its lane."""
     total: float = (rule.lane_share + rule.lag) * job.reload_ms[cell]
     return total
 
 
 @lean
 def _release(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
-    """Send a cell away as early as its lane allows, and wait here until it is gone."""
+    """Offload a cell as early as its lane allows, and wait here until the copy has ended."""
     length = rule.lane_share * job.offload_ms[cell]
     start = free_from(st, st.forward_end[cell], length)
     book(st, start, start + length)
@@ -489,7 +489,7 @@ def _release(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
 
 @lean
 def _reload(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
-    """Bring a cell back, from now on."""
+    """Reload a cell, starting now."""
     length = rule.lane_share * job.reload_ms[cell]
     start = max(st.now[CLOCK], st.now[IN_FREE])
     if job.half_duplex:
@@ -535,7 +535,7 @@ def _prefetch(job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wan
 
 @lean
 def _is_urgent(job: DeviceProgram, rule: Rule, st: FitState, at: int, following: float) -> bool:
-    """Whether some cell would come too late if the first copy back started at the next boundary."""
+    """Whether some cell would be late if the first reload started at the next boundary."""
     lane = 0.0
     for index in range(min(st.num[NUM_AWAY], _LOOKED_AT)):
         cell = st.away[index]
@@ -549,7 +549,7 @@ def _is_urgent(job: DeviceProgram, rule: Rule, st: FitState, at: int, following:
 
 @lean
 def _weave(job: DeviceProgram, st: FitState, leaving: Ints, codes: Ints) -> int:
-    """Weave the offloads in, in the order of their starts; return how many actions that makes."""
+    """Insert the offloads, in the order of their starts; return the number of actions."""
     cells = job.backward_at.size
     count, done, following = 0, 0, 0
     for index in range(st.num[COUNT]):
