@@ -258,7 +258,7 @@ class _RowMaker:
     def _on_copy(
         self, copy: Problem, placement: str, elsewhere: dict[str, FamilyStart]
     ) -> Iterator[ComparisonRow]:
-        """Yield rows on a copy and remove their families from ``elsewhere``; store other reasons."""
+        """Yield rows on a copy; remove their families from ``elsewhere``, or store the reason."""
         found = set()
         for start in all_starts(copy, tuple(sorted(elsewhere))):
             if start.programs is not None:
