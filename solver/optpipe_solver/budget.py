@@ -1,4 +1,4 @@
-"""What a solve may spend, and how much of it is left; what it returns, and says on the way."""
+"""Limits of a solve and the budget that is left; its result and its progress messages."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Time, work, threads, seed and the gap that is good enough, as a caller asked for them.
+    """Time, work, threads, seed and sufficient gap, as given by the caller.
 
     Parameters
     ----------
     time_limit_s
         Seconds, > 0.
     work_limit
-        None, or units > 0 of about one second of one core, counted in iterations and nodes and
-        not by the clock: then the parts run one after another, and the result is a function of
-        problem, seed, threads and this number alone, unless the time limit cuts it short.
+        None, or units > 0 of about one second of one core. Work is counted in iterations and nodes,
+        not by the clock. With a limit, the parts run one after another. The result then depends
+        only on problem, seed, threads and this number, unless the time limit ends the solve first.
     threads
-        >= 1. From 2 on the search for schedules and the proofs run side by side.
+        >= 1. From 2 on, the search for schedules and the proofs run at the same time.
     seed
         >= 0.
     gap
-        In [0, 1): stop where (objective - bound) / objective is at most this, or optimal.
+        In [0, 1): stop when (objective - bound) / objective is at most this, or optimal.
 
     Raises
     ------
@@ -81,30 +81,32 @@ class Limits:
 
     @property
     def good_gap(self) -> float:
-        """The gap to stop at: one that counts as optimal leaves nothing to look for."""
+        """The gap at which the solve stops; a gap that counts as optimal always stops it."""
         return max(self.gap, OPTIMAL_GAP)
 
 
 class Stop:
-    """What is left of a turn, in seconds and in work, and whether to stop; one part at a time.
+    """The budget of a turn that is left, in seconds and in work, and whether to stop.
+
+    One part of the solver uses it at a time.
 
     Parameters
     ----------
     seconds
         From now on.
     work
-        None, or how much may be done, in the unit of whoever does it (states, moves, nodes).
+        Maximum work, in the unit of the part (states, moves, nodes); None for no limit.
     threads, seed
-        What else the part is given; what has no use for them ignores them.
+        Further arguments of the part; parts that do not need them ignore them.
     should_stop
-        Asked often; True ends the turn and all turns made of it.
+        Called often; True ends the turn and all turns made of it.
 
     Attributes
     ----------
     work
         As given.
     above, steps
-        What this is a turn of, if anything, and how many units of work here make one there.
+        The turn of which this is a part, if any, and how many units of work here make one there.
     helpers_cpu_s
         CPU seconds that other threads have spent for this turn (see `help_by`).
     """
@@ -140,18 +142,18 @@ class Stop:
         seed: int | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Stop:
-        """Return a share of what is left, of the work where that is limited, else of the seconds.
+        """Return a share of the work left if work is limited, else of the seconds left.
 
-        The turn ends when this ends, and what it spends is spent here; a turn made of this before
-        is over by then.
+        The new turn ends when this turn ends, and its spending counts here. An earlier turn made of
+        this one must be over by then.
 
         Parameters
         ----------
         share, at_most
             In [0, 1]; in seconds, or in this turn's unit of work.
         steps
-            None, or how many steps make one unit of this turn: then it has whole steps, at least
-            one, and counts in them.
+            None, or how many steps make one unit of this turn. The new turn then counts in whole
+            steps and has at least one.
         threads, seed
             None = as here.
         should_stop
@@ -186,23 +188,23 @@ class Stop:
 
     @property
     def spent(self) -> float:
-        """The work done so far, by all turns made of this too."""
+        """The work done so far, including all turns made of this one."""
         turn = self._turn
         return self._spent if turn is None else self._spent + turn.spent / turn.steps
 
     @property
     def left_work(self) -> float:
-        """The work left; infinite where it is not limited."""
+        """The work left; infinite if it is not limited."""
         return inf if self.work is None else self.work - self.spent
 
     @property
     def limit(self) -> float:
-        """All there was of the work where that is limited, else of the seconds."""
+        """The total work if that is limited, else the total seconds."""
         return self.limit_s if self.work is None else self.work
 
     @property
     def left(self) -> float:
-        """What is left of the work where that is limited, else of the seconds."""
+        """The work left if work is limited, else the seconds left."""
         return self.left_s() if self.work is None else self.left_work
 
     def spend(self, amount: float) -> None:
@@ -216,20 +218,20 @@ class Stop:
             self.above.help_by(cpu_s)
 
     def is_told(self) -> bool:
-        """Whether somebody says stop."""
+        """Whether a caller requests a stop, here or above."""
         if self._should_stop is not None and self._should_stop():
             return True
         return self.above is not None and self.above.is_told()
 
     @property
     def why(self) -> StoppedBy:
-        """What ends this, where it was not the gap."""
+        """The reason why this turn ends, if it is not the gap."""
         if self.is_told():
             return "cancelled"
         return "time_limit" if self.work is None or self.left_s() <= 0.0 else "work_limit"
 
     def is_over(self) -> bool:
-        """Whether time or work is used up, here or above, or somebody says stop."""
+        """Whether time or work is used up, or a caller requests a stop, here or above."""
         if self.left_s() <= 0.0 or self.left_work <= 0 or self.is_told():
             return True
         return self.above is not None and self.above.is_over()
@@ -240,7 +242,7 @@ class Stop:
 
 
 class Stopped(Exception):  # noqa: N818 - an answer, not an error
-    """The solve that this thread works for has ended."""
+    """Raised on a thread whose solve has ended."""
 
 
 class _ThreadEnd(threading.local):
@@ -270,7 +272,7 @@ def check_stop() -> None:
         raise Stopped
 
 
-# --- What a solve returns, and what it says on the way.
+# --- The result of a solve, and its progress.
 
 
 class SolveStatus(StrEnum):
@@ -287,10 +289,10 @@ class SolveStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The best known so far, told whenever it improves; times in ms, ``seconds`` since the start.
+    """The best known so far, sent at every improvement; times in ms, ``seconds`` since the start.
 
-    ``programs`` is None where only the bound improved. ``problem`` is what they solve, where the
-    search chose that too.
+    ``programs`` is None if only the bound improved. ``problem`` is the problem of the programs, if
+    the search chose it too.
     """
 
     seconds: float
@@ -308,11 +310,11 @@ class RobustChoice:
     Attributes
     ----------
     percent, late_ms
-        The percentile, and what the chosen schedule has there.
+        The percentile, and its value for the chosen schedule.
     shortest_ms, shortest_late_ms
-        The shortest objective without noise that is known, and what its schedule has there.
+        The shortest known objective without noise, and the percentile of its schedule.
     num_compared
-        Schedules that were judged, these two among them.
+        Number of judged schedules, including these two.
     jitter, stragglers
         The noise, as in `Noise`.
     """
@@ -349,13 +351,13 @@ class Result:
     schedule
         The best schedule found; it carries objective, bound, gap and provenance.
     bound_ms
-        Proven lower bound of the objective; None where infeasible.
+        Proven lower bound of the objective; None if infeasible.
     message
         Empty, or one sentence: why there is no schedule and what would help.
     needs
-        Where infeasible: what is too small -> the smallest bytes that work.
+        If infeasible: what is too small -> the smallest bytes that work.
     robust
-        How the schedule was chosen, where noise was asked for.
+        How the schedule was chosen, if the caller asked for noise.
     problem
         The problem of the schedule.
     """
@@ -389,7 +391,7 @@ class Result:
         return self.schedule._repr_html_() + self._picture()
 
     def _picture(self) -> str:
-        """Return the schedule as SVG; a hint where matplotlib is missing; nothing if too large."""
+        """Return the schedule as SVG, a hint without matplotlib, or nothing if it is too large."""
         found, problem = self.schedule, self.problem
         if found is None or problem is None or sum(map(len, found.programs)) > _MOST_DRAWN:
             return ""

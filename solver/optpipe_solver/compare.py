@@ -1,10 +1,10 @@
-"""Every method on one problem, by one simulator and noise; and what a little more would buy.
+"""Every method on one problem, with one simulator and noise; and the gains of what-if changes.
 
-`optpipe.explain.what_if` says what is asked, why an answer is never worse than its start, and what
-it means. Here the changed problems are solved, one after the other. Every answer is measured
-against the same search for the problem as it is, so that what a second search finds anyway is not
-put down to the change; and every search begins with the best schedule known without the change,
-and keeps that start if it finds nothing better.
+`optpipe.explain.what_if` defines the questions, the meaning of an answer, and why it is never worse
+than its start. This module solves the changed problems, one after the other. Every answer is
+compared with the same search for the unchanged problem. So the gain of a second search is not
+attributed to the change. Every search begins with the best schedule known without the change, and
+keeps it if it finds nothing better.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ OURS = "optpipe"
 REPLACEMENTS: tuple[tuple[Shape, int], ...] = (("loop", 2), ("v", 2))
 """The re-placed copies of a problem with one stage per device that `compare` tries.
 
-Only where stages can be cut so (`replaced`); a copy of stages that do not say their layers is
-called a guess.
+Only if stages can be split in this way (`replaced`). A copy of stages that do not list their layers
+is called a guess.
 """
 
 
@@ -83,7 +83,7 @@ _OTHER_PLACEMENT: dict[NotApplicableReason | None, Shape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the times alone do not tell; each None where unknown.
+    """Properties of the work that times do not include; each is None if unknown.
 
     Parameters
     ----------
@@ -115,12 +115,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ComparisonRow(ShortRepr):
-    """One method's schedule; times in ms, bytes as the largest over devices or hosts.
+    """One method's schedule; times in ms, bytes as the maximum over devices or hosts.
 
-    ``placement`` is `AS_GIVEN`, or names the re-placed copy, e.g. ``v x2``, or ``v x2, guess``
-    where stages were halved that do not say their layers: then ``problem`` is that copy.
-    ``programs`` is None where the method has none, and ``reason`` says why;
-    ``p50_ms`` and ``p95_ms`` are of the step time under +-10% noise on every duration.
+    ``placement`` is `AS_GIVEN`, or names the re-placed copy that ``problem`` is, e.g. ``v x2``. It
+    is ``v x2, guess`` if the copy halves stages that do not list their layers. ``programs`` is None
+    if the method has none; ``reason`` then says why. ``p50_ms`` and ``p95_ms`` are percentiles of
+    the step time under +-10% noise on every duration.
     """
 
     method: str
@@ -143,7 +143,7 @@ class ComparisonRow(ShortRepr):
 
     @property
     def objective_ms(self) -> float:
-        """What the rows are sorted by: makespan or span, as the problem asks."""
+        """The sort key of the rows: makespan or span, the problem's objective."""
         return self.makespan_ms if self.problem.objective == "makespan" else self.span_ms
 
     def as_json(self) -> dict[str, Any]:
@@ -171,17 +171,17 @@ def compare(
     ----------
     problem
         Any problem. One with one stage per device is also tried in re-placed copies
-        (`REPLACEMENTS`) by the families that ask for them.
+        (`REPLACEMENTS`) by the families that require them.
     time_limit_s, threads, seed
         Of the optimizer, which starts from the best row of the same problem and is never longer.
-        It solves the problem as given and, where a family has a schedule of a copy that fits, the
-        copy with the best of them. The two share the time.
+        It solves the problem as given. If a family has a schedule that fits a copy, it also solves
+        the copy with the best of them. The two share the time.
     workload
         For tokens/s and MFU.
     on_row
-        Told every row as it is made, in no particular order.
+        Called with every row as it is made, in no particular order.
     should_stop
-        Asked between methods and by the optimiser.
+        Called between methods and by the optimiser.
     """
     should_stop = should_stop or (lambda: False)
     is_warm = warm_in_background(problem)
@@ -216,7 +216,7 @@ def _absent(
 
 
 def _best_of_each(starts: Iterable[FamilyStart]) -> list[FamilyStart]:
-    """Return one start per method, as unequal micro-batches are dealt into several of its own."""
+    """Return one start per method; for unequal micro-batches a method can have several."""
     best: dict[str, FamilyStart] = {}
     for start in starts:
         known = best.setdefault(start.method, start)
@@ -234,7 +234,7 @@ class _RowMaker:
     seed: int
 
     def all_rows(self, problem: Problem) -> Iterator[ComparisonRow]:
-        """Yield a row per family, on the problem and, where it asks for one, on a copy."""
+        """Yield a row per family, on the problem and, if the family requires one, on a copy."""
         elsewhere: dict[str, FamilyStart] = {}
         starts = all_starts(problem)
         for start in starts if problem.is_even else _best_of_each(starts):
@@ -258,7 +258,7 @@ class _RowMaker:
     def _on_copy(
         self, copy: Problem, placement: str, elsewhere: dict[str, FamilyStart]
     ) -> Iterator[ComparisonRow]:
-        """Yield rows on a copy; who has one leaves ``elsewhere``, who has not says why there."""
+        """Yield rows on a copy; remove their families from ``elsewhere``, or store the reason."""
         found = set()
         for start in all_starts(copy, tuple(sorted(elsewhere))):
             if start.programs is not None:
@@ -291,7 +291,7 @@ class _RowMaker:
         *,
         over_limit: bool,
     ) -> ComparisonRow:
-        """Return the row of programs that are legal but for memory."""
+        """Return the row of programs that are legal, except that they may exceed memory."""
         run = simulate(problem, programs)
         length_ms = run.objective_ms(problem.objective)
         spread = step_time_spread(problem, programs, seed=self.seed)
@@ -318,7 +318,7 @@ class _RowMaker:
 
 @dataclass(frozen=True, slots=True)
 class _Optimiser:
-    """Makes the optimizer's rows: of the problem as given, and of the copy with the best family.
+    """The optimizer's rows: of the problem as given, and of the copy with the best family.
 
     Each search starts from the best family's schedule of the same problem. Its clock starts when
     its kernels are compiled.
@@ -430,7 +430,7 @@ class WhatIf(WhatIfAnswer):
     Attributes
     ----------
     before_ms
-        Of the given schedule where the question is `AS_IT_IS`, else of that answer's schedule.
+        Of the given schedule if the question is `AS_IT_IS`, else of that answer's schedule.
     problem, schedule
         The changed problem, and the best schedule found for it.
     """
@@ -439,9 +439,9 @@ class WhatIf(WhatIfAnswer):
     schedule: Schedule
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can say, problem and schedule included."""
+        """Return the answer as JSON values, including problem and schedule."""
         return {
-            # A dataclass with slots is made anew: super() alone would look for the first one.
+            # ``slots=True`` creates a second class; super() would refer to the first one.
             **WhatIfAnswer.as_json(self),
             "problem": self.problem.model_dump(mode="json", by_alias=True),
             "schedule": self.schedule.model_dump(mode="json"),
@@ -459,7 +459,7 @@ def what_if(
     should_stop: Callable[[], bool] | None = None,
     solver: Callable[..., Result] | None = None,
 ) -> Iterator[WhatIf | Unasked]:
-    """Yield what a second search brings, and what each change brings beyond that.
+    """Yield the gain of a second search, and the additional gain of each change.
 
     Parameters
     ----------
@@ -468,9 +468,9 @@ def what_if(
     time_limit_s
         Seconds for each search.
     threads, seed, should_stop
-        As `solve`; once ``should_stop`` is true, no further question is asked.
+        As `solve`; once ``should_stop`` is true, no further question is answered.
     solver
-        What solves, with the arguments and the result of `solve`, which it is when left out.
+        A function with the arguments and the result of `solve`, which is the default.
 
     Raises
     ------

@@ -1,32 +1,33 @@
-"""The smallest memory that admits any schedule, and a schedule that gets by with it.
+"""The smallest memory that admits any schedule, and a schedule that fits into it.
 
-Take one micro-batch out of any schedule: what is left of a device's program holds no more at any
-moment. So the smallest memory is that of one micro-batch, which may be repeated: *serial*
-execution, one micro-batch after the other, and devices do not share memory.
+Removing a micro-batch from a schedule never raises a device's memory at any moment. So the smallest
+memory is that of one micro-batch. *Serial* execution, one micro-batch after the other, attains it;
+devices do not share memory.
 
-Argument. Let a device hold stages s_1 < s_2 < ... in model order. While a micro-batch is worked on
-in s_k (its F, a RECOMPUTE, its I or B), every earlier s_i has run its F and not yet its backward:
-it holds at least what stays of its mode, forward_bytes - offload_bytes. s_k itself needs what its
-mode needs at that moment. Serial execution with RELEASE right behind F, RELOAD and RECOMPUTE right
-before the backward and W right behind I attains this; RELOAD and RECOMPUTE only add bytes, and W
-only frees them. So the least over the modes, split and fused, is found stage by stage, last first.
-Only workspaces may ask for another order: a W may wait until earlier stages have had their
-backward, a RECOMPUTE may come before such a W waits. So without the earlier stages' bytes beside W
-the same is a *lower* bound. Where the two differ, which takes a workspace of W larger than all else
-of its stage, all orders of one micro-batch are searched, the least peak first.
+Argument. Let a device hold stages s_1 < s_2 < ... in model order. While s_k runs a micro-batch (its
+F, a RECOMPUTE, its I or B), every earlier s_i has run its F and not yet its backward. So s_i holds
+at least the bytes that its mode does not offload, forward_bytes - offload_bytes. Stage s_k itself
+needs what its mode needs at that moment. Serial execution attains this if RELEASE comes right after
+F, RELOAD and RECOMPUTE right before the backward, and W right after I. RELOAD and RECOMPUTE only
+add bytes, and W only frees them. So the minimum over the modes, split and fused, is found stage by
+stage, last first. Only workspaces can make another order better. A W may wait until earlier stages
+have run their backward, and a RECOMPUTE may precede a waiting W. So the same recursion is a *lower*
+bound if W is counted without the earlier stages' bytes. The two differ only if a workspace of W is
+larger than all else of its stage. Then all orders of one micro-batch are searched, smallest peak
+first.
 
-Slices of one sample stand for one micro-batch: no backward of a stage comes before the F of the
-sample's last slice there, and none of an earlier stage before one of a later. So while the last
-slice runs its F or its backward in s_k, all slices are held in all earlier s_i, and all others in
-s_k: a lower bound. Running all slices stage by stage, and back in exactly the reverse order, is
-serial execution of one micro-batch whose stages are the cells of the sample: it attains the bound
-where no earlier slice needs more at its own turn. Where the two differ, nothing is claimed.
+The slices of one sample are treated as one micro-batch. A stage's backwards come after its F of the
+sample's last slice, and an earlier stage's backwards come after a later stage's. So during the F or
+backward of the last slice in s_k, all earlier s_i hold all slices, and s_k holds all others. This
+is a lower bound. Serial execution runs all slices stage by stage, and back in the reverse order, as
+one micro-batch whose stages are the cells of the sample. It attains the bound if no earlier slice
+needs more at its own turn. If the two differ, nothing is claimed.
 
-Host memory adds one number per device: with serial execution all offloaded bytes of one micro-batch
-are on the host when its last stage runs; the least of them that the device's memory allows is a
-small exact dynamic program over the stages. Other orders may do with less (a copy after the last
-stage's backward): below it lies what must be away at any one moment; where the two differ and a
-host is short of it, all orders are searched, least host bytes first.
+Host memory adds one number per device. In serial execution, all offloaded bytes of one micro-batch
+are on the host when its last stage runs. A small exact dynamic program over the stages finds their
+minimum within the device's memory. Other orders may need less (a copy after the last stage's
+backward). A lower bound is the bytes that must be away at any one moment. If the two differ and a
+host is too small, all orders are searched, fewest host bytes first.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ __all__ = [
 ]
 
 _MOST_STATES = 200_000
-"""Most states that a search of all orders looks at, for seconds; stages by the dozen need more."""
+"""Maximum states in a search of all orders (seconds); dozens of stages would need more."""
 
 
 class _Option(NamedTuple):
-    """One way of one stage: a mode of its menu, backward split or fused; bytes.
+    """One option of one stage: a mode of its menu, with a split or a fused backward; in bytes.
 
-    ``held_bytes`` stay between the passes, ``needed`` is the most while it is worked on, W aside,
-    ``alone`` what W needs where nothing else is there, ``host`` what goes to the host.
+    ``held_bytes`` stay between the passes. ``needed`` is the peak of all passes but W. ``alone`` is
+    what W needs if nothing else is in memory. ``host`` goes to the host.
     """
 
     mode: int
@@ -90,13 +91,13 @@ class _Option(NamedTuple):
 
     @property
     def at_once(self) -> int:
-        """What is needed where W comes right behind I."""
+        """Return the bytes needed if W runs right after I."""
         return max(self.needed, self.alone)
 
 
 @dataclass(frozen=True, slots=True)
 class SerialPlan:
-    """How serial execution fits: per device its program for micro-batch 0, to be repeated."""
+    """Serial execution that fits: each device's program for micro-batch 0, to be repeated."""
 
     programs: Programs
 
@@ -105,10 +106,9 @@ class SerialPlan:
 class Feasibility:
     """Whether any schedule exists.
 
-    ``plan`` is filled where one does; ``needs`` where none does: it maps what is too small
+    ``plan`` is set if a schedule exists. ``needs`` is set if none does: it maps what is too small
     (``devices[2].memory_bytes``, ``hosts[0].memory_bytes``) to the smallest value that works. Both
-    are empty where a device has so many stages whose W need more workspace than all else that it
-    could not be decided.
+    are empty if a device has too many stages whose W need more workspace than all else to decide.
     """
 
     plan: SerialPlan | None
@@ -116,7 +116,7 @@ class Feasibility:
 
     @property
     def message(self) -> str:
-        """One sentence for people; empty where feasible."""
+        """One sentence for people; empty if feasible."""
         if self.plan is not None:
             return ""
         if not self.needs:
@@ -140,7 +140,7 @@ def _rounded_up(num_bytes: int) -> str:
 def smallest_memory(problem: Problem) -> list[int]:
     """Return, per device, the smallest memory_bytes with which any schedule exists.
 
-    Host limits are not looked at here; `feasibility` does.
+    Host limits are ignored here; `feasibility` checks them.
     """
     kinds = list(_kinds(problem))
     by_kind = [
@@ -150,11 +150,10 @@ def smallest_memory(problem: Problem) -> list[int]:
 
 
 def feasibility(problem: Problem) -> Feasibility:
-    """Decide whether any schedule exists, and how to get one or what is missing.
+    """Decide whether any schedule exists, and return one or what is missing.
 
-    One micro-batch after the other fits where each fits alone, and nothing else could if one does
-    not; of slices, one sample after the other. Where they are unequal ``plan`` is that of the first
-    of `serial_groups`.
+    Serial execution fits if each micro-batch (of slices: each sample) fits alone. If one does not
+    fit alone, no schedule fits. ``plan`` is that of the first of `serial_groups`.
     """
     if problem.num_costs > 1 or problem.has_samples:
         return _feasible_alone(problem)
@@ -188,7 +187,7 @@ def feasibility(problem: Problem) -> Feasibility:
 
 
 def serial_plan(problem: Problem, group: Sequence[int]) -> Feasibility:
-    """Return how one of `serial_groups` fits; its program is of micro-batches 0, 1, ... of it."""
+    """Return how one of `serial_groups` fits; the program numbers its micro-batches 0, 1, ..."""
     alone = one_group(problem, group)
     found = feasibility(alone.problem)
     if found.plan is not None:
@@ -205,7 +204,7 @@ def serial_plan(problem: Problem, group: Sequence[int]) -> Feasibility:
 
 
 def _least_of_samples(problem: Problem, device: int, group: Sequence[int]) -> int:
-    """Return bytes below which a device cannot run the samples of a group."""
+    """Return a lower bound of the bytes with which a device can run the samples of a group."""
     fixed = problem.devices[device].reserved_bytes + problem.static_bytes_of(device)
     least = 0
     for sample in problem.samples:
@@ -255,10 +254,10 @@ def _feasible_alone(problem: Problem) -> Feasibility:
 
 
 def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int, int]:
-    """Return the least bytes a stage holds between its passes, needs until its I ends, and ever.
+    """Return the minimum bytes a stage holds between passes, needs until its I ends, and overall.
 
-    On a device with one stage the last number decides whether a schedule exists. With several, what
-    earlier stages hold is there until the I of a later one has ended; a W can wait until it is not.
+    On a device with one stage the last number decides whether a schedule exists. With several, the
+    earlier stages hold their bytes until the I of a later one has ended; a W can wait until then.
     """
     menu = [(n, mode) for n, mode in enumerate(stage.menu) if can_offload or not mode.offload_bytes]
     options = _options(menu)
@@ -270,7 +269,7 @@ def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int, int]:
 
 
 class _Found(NamedTuple):
-    """The least bytes found for a device, the least that are not refuted, and the program."""
+    """The smallest bytes found for a device, a proven lower bound of them, and the program."""
 
     cost: int
     proven: int
@@ -308,7 +307,7 @@ def _undominated(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _options_of(problem: Problem, device: int) -> list[list[_Option]]:
-    """Return the ways of each stage of a device."""
+    """Return the options of each stage of a device."""
     return [
         _options([(n, problem.menus[s][n]) for n in usable_modes(problem, s)])
         for s in problem.stages_of[device]
@@ -316,7 +315,7 @@ def _options_of(problem: Problem, device: int) -> list[list[_Option]]:
 
 
 def _options(menu: Sequence[tuple[int, CellMode]]) -> list[_Option]:
-    """Return the ways of a stage: of equals keep comes first, split before fused."""
+    """Return the options of a stage; among equals, keep comes first and split before fused."""
     found = []
     for split in (True, False):
         for number, mode in menu:
@@ -332,7 +331,7 @@ def _options(menu: Sequence[tuple[int, CellMode]]) -> list[_Option]:
 
 
 def backward_bytes(mode: CellMode, *, split: bool) -> tuple[int, int]:
-    """Return what I or B needs of one micro-batch alone, and what W does (0 without one)."""
+    """Return the bytes that I or B of one micro-batch needs, and those of its W (0 if fused)."""
     held_bytes = mode.backward_bytes + mode.inside_bytes
     if not split:
         return held_bytes + mode.backward_workspace_bytes, 0
@@ -344,7 +343,7 @@ def backward_bytes(mode: CellMode, *, split: bool) -> tuple[int, int]:
 
 
 def _serial(problem: Problem, device: int, taken: Sequence[_Option]) -> Program:
-    """Return the program of one micro-batch, every W right behind its I."""
+    """Return the program of one micro-batch, every W right after its I."""
     order: list[Action] = []
     both = list(zip(problem.stages_of[device], taken, strict=True))
     for s, way in both:
@@ -359,7 +358,7 @@ def _serial(problem: Problem, device: int, taken: Sequence[_Option]) -> Program:
 
 
 def _forward(problem: Problem, s: int, mode: int) -> list[Action]:
-    # Where v1 can say the menu, the actions tell the mode.
+    # Without an explicit menu the other actions imply the mode.
     named = mode if problem.stages[s].modes else 0
     return [Action(s, ActionType.FORWARD, 0, named)]
 
@@ -383,7 +382,7 @@ def _backward(s: int, mode: CellMode, *, split: bool) -> list[Action]:
 
 
 class _Prefix(NamedTuple):
-    """The first stages of a device: bytes they hold on it and on the host, and their ways."""
+    """The first stages of a device: bytes they hold on it and on the host, and their options."""
 
     held_bytes: int
     host: int
@@ -391,9 +390,9 @@ class _Prefix(NamedTuple):
 
 
 def _least_host(problem: Problem, device: int, smallest: _Found) -> _Found:
-    """Return ways of the device's stages that fit it with the fewest host bytes, W right behind I.
+    """Return the fitting options with the fewest host bytes, W right after I.
 
-    The device must be feasible. Where no such ways fit, the order found for it does.
+    The device must be feasible. If no such options fit, return the order of ``smallest``.
     """
     limit = problem.room_bytes(device)
     states = [_Prefix(0, 0)]
@@ -424,7 +423,7 @@ def _host_peak(problem: Problem, program: Program) -> int:
 
 
 def _less_host(problem: Problem, device: int, found: _Found) -> _Found:
-    """Return what needs the fewest host bytes of all orders of one micro-batch."""
+    """Return the order of one micro-batch that needs the fewest host bytes."""
     limit = problem.room_bytes(device)
     states, least = [_Prefix(0, 0)], 0
     for ways in _options_of(problem, device):
@@ -446,7 +445,7 @@ def _less_host(problem: Problem, device: int, found: _Found) -> _Found:
 
 
 class _Place(StrEnum):
-    """How far a stage's cell is."""
+    """State of a stage's cell."""
 
     KEPT = "kept"
     AWAY = "away"
@@ -456,7 +455,7 @@ class _Place(StrEnum):
 
 
 class _Moment(NamedTuple):
-    """F and backwards run so far, and of each stage with an F its mode and how far it is."""
+    """Number of F and backwards run so far; mode and state of each stage that has run its F."""
 
     passes: int
     cells: tuple[tuple[int, _Place], ...]
@@ -465,8 +464,8 @@ class _Moment(NamedTuple):
 class _OneByOne:
     """Every order of one micro-batch's actions on one device, cheapest first (Dijkstra).
 
-    A RELEASE stands right behind its OFFLOAD, a RELOAD right before what consumes it: later or
-    earlier they would only hold more. What an order costs is the most of any of its steps.
+    A RELEASE comes right after its OFFLOAD, a RELOAD right before its consumer; anywhere else they
+    would only hold more. The cost of an order is the maximum over its steps.
     """
 
     def __init__(self, problem: Problem, device: int) -> None:
@@ -475,11 +474,11 @@ class _OneByOne:
         self.room = problem.room_bytes(device)
 
     def least_peak(self, known: _Found) -> _Found:
-        """Return the order that holds least on the device, ``known`` if none holds less."""
+        """Return the order with the smallest device peak, or ``known`` if none has a smaller."""
         return self._search(known, lambda peak, _: peak)
 
     def least_host(self, known: _Found) -> _Found:
-        """Return the order with the fewest host bytes that fits, ``known`` if none has fewer."""
+        """Return the order that fits with the fewest host bytes, or ``known`` if none has fewer."""
         return self._search(known, lambda peak, host: host if peak <= self.room else known.cost)
 
     def _search(self, known: _Found, cost_of: Callable[[int, int], int]) -> _Found:
@@ -523,7 +522,7 @@ class _OneByOne:
         }[place]
 
     def _steps(self, moment: _Moment) -> Iterator[tuple[list[Action], int, _Moment]]:
-        """Yield what can come next: its actions, its peak in bytes, and the moment after it."""
+        """Yield each possible next step: its actions, its peak in bytes, and the state after it."""
         passes, cells = moment
         level = sum(self._held(at, *cell) for at, cell in enumerate(cells))
         if passes < len(self.stages):
@@ -544,7 +543,7 @@ class _OneByOne:
     def _of_cell(
         self, at: int, number: int, place: _Place
     ) -> Iterator[tuple[list[Action], int, _Place]]:
-        """Yield what a cell can do by itself, its peak beside all held, and how far it is then."""
+        """Yield the steps of one cell alone: actions, peak above all held bytes, state after."""
         s, mode = self.stages[at], self._mode(at, number)
         if place is _Place.KEPT and mode.offload_bytes:
             yield _sent(s), 0, _Place.AWAY
@@ -558,7 +557,7 @@ class _OneByOne:
     def _backwards(
         self, moment: _Moment, level: int, at: int
     ) -> Iterator[tuple[list[Action], int, _Moment]]:
-        """Yield I and B of the stage whose turn it is, where its cell is ready."""
+        """Yield I and B of the stage that is next in the backward order, if its cell is ready."""
         passes, cells = moment
         (number, place), s = cells[at], self.stages[at]
         mode = self._mode(at, number)
@@ -580,10 +579,10 @@ def usable_modes(problem: Problem, s: int) -> list[int]:
 
 
 def possible_modes(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Return, per stage, the modes in which memory lets any of its cells be.
+    """Return, per stage, the modes that fit into memory.
 
-    A mode is left out where it leaves no room for the other stages of its device, whatever their
-    modes. All usable ones where nothing fits.
+    A mode is left out if it does not fit with the other stages of its device in any of their modes.
+    If no mode of a stage fits, all usable ones are returned.
     """
     possible: list[tuple[int, ...]] = [()] * len(problem.stages)
     for device, stages in enumerate(problem.stages_of):
@@ -605,18 +604,18 @@ def possible_modes(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def knows_menu(problem: Problem, device: int) -> bool:
-    """Whether keep, offload and recompute, as v1 knows them, are all that a device can profit from.
+    """Whether a device can profit from no modes other than keep, offload and recompute.
 
-    So it is where its menus say no more, or its memory never binds. Other menus are not known to
-    `optpipe_solver.exact` and to the full-horizon model; where all micro-batches of a stage must
-    use one mode, what they prove holds.
+    This holds if no stage of it has an explicit menu, or if its memory never binds.
+    `optpipe_solver.exact` and the full-horizon model do not support other menus. If all
+    micro-batches of a stage must use one mode, their proofs hold.
     """
     stages = problem.stages_of[device]
     return not any(problem.stages[s].modes for s in stages) or not memory_binds(problem, device)
 
 
 def exact_parts_know(problem: Problem) -> bool:
-    """Whether there is nothing that the exact searches and the full-horizon model do not know."""
+    """Whether the exact searches and the full-horizon model support every feature of a problem."""
     return (
         not problem.pairs
         and problem.is_even
@@ -632,9 +631,9 @@ def refuse_unless(is_supported: bool, part: str, problem: Problem, rule: str) ->
     Parameters
     ----------
     is_supported
-        What the part's own predicate says of the problem.
+        Result of the part's own predicate for the problem.
     part, rule
-        Name of the part, and what it supports, in words.
+        Name of the part, and the problems that it supports, in words.
 
     Raises
     ------
@@ -658,9 +657,10 @@ def refuse_unless(is_supported: bool, part: str, problem: Problem, rule: str) ->
 
 
 def fifo_loses_nothing(problem: Problem) -> bool:
-    """Identical micro-batches may be relabelled pass by pass where each is treated alike.
+    """Whether some best schedule runs its micro-batches first in, first out.
 
-    This holds if no device can profit from any mode but keep.
+    Identical micro-batches may be relabelled pass by pass if no device can profit from any mode but
+    keep.
     """
     return not any(
         memory_binds(problem, stage.device) and len(usable_modes(problem, s)) > 1
@@ -687,7 +687,7 @@ def memory_binds(problem: Problem, device: int) -> bool:
 
 
 def fusing_may_pay(problem: Problem, s: int) -> bool:
-    """Whether a fused B can be better than I with W right behind it, in time or in memory."""
+    """Whether a fused B can be better than I with W right after it, in time or in memory."""
     stage = problem.stages[s]
     if stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms:
         return True

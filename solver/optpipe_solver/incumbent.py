@@ -1,4 +1,4 @@
-"""The best schedule and bound known so far, shared by all parts of a solve, and what is better."""
+"""The best schedule and bound known so far, shared by all parts of a solve."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MOST_POOLED = 40
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A legal schedule that was met: its objective in ms, who made it, and in which turn."""
+    """A legal schedule that was found: its objective in ms, its method, and its turn."""
 
     objective_ms: float
     method: str
@@ -47,40 +47,39 @@ class Pooled:
 
 
 class Incumbent:
-    """Only checked and simulated programs get in, and only better ones; safe between threads.
+    """Holds only checked and simulated programs, and only better ones; thread-safe.
 
-    In v2 of two schedules with equal objectives the better one is kept (`Contender`), in v1 the
-    first.
+    Of two schedules with equal objectives, v2 keeps the better one (`Contender`), v1 the first.
 
     Parameters
     ----------
     problem
         What is being solved.
     on_progress
-        Told every improvement of the schedule or the bound, by one thread at a time.
+        Called with every improvement of the schedule or the bound, by one thread at a time.
     pools
-        Whether to keep what is met beside the best, for `pool`.
+        Whether to keep other schedules in addition to the best, for `pool`.
     compiled
-        The problem, where it is compiled already: then short programs are evaluated on arrays too,
-        in a tenth of the time.
+        The compiled problem, if it exists already. Then short programs, too, are evaluated on
+        arrays, in a tenth of the time.
 
     Attributes
     ----------
     evaluate_s
         Seconds that evaluating programs took the last time.
     metrics
-        What the best programs are worth.
+        Metrics of the best programs.
     objective_ms
-        The least known, inf without any: that of the best programs, or, where equal ones were
-        shorter by rounding, theirs.
+        The shortest known, inf without any: that of the best programs, or of equal programs that
+        were shorter by rounding.
     cpu_seconds
-        CPU seconds by part, of its thread and, where it asks HiGHS, of the first one of HiGHS.
+        CPU seconds by part, of its thread and, if it uses HiGHS, of the first thread of HiGHS.
     unfinished
-        What parts go on with at their next turn, by what they call it.
+        State that parts continue with at their next turn, by a name that the part chooses.
     work
-        None, or the units of work spent by the end of the last turn, where work is limited: then
-        they stand in the trace instead of seconds, and of a turn's improvements by one method only
-        the last, because when a part tells is a matter of time.
+        None, or, if work is limited, the units spent by the end of the last turn. The trace then
+        has units of work instead of seconds. Of a turn's improvements by one method it has only the
+        last, because the moments at which a part reports depend on the clock.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Incumbent:
                 self.cpu_seconds[part] = self.cpu_seconds.get(part, 0.0) + spent
 
     def offer(self, programs: Programs, method: str, *, expected_ms: float | None = None) -> bool:
-        """Take programs if they are legal and better than what is known.
+        """Take programs if they are legal and better than the best known.
 
         ``expected_ms`` is the objective, if the caller knows it: longer programs are not evaluated.
         """
@@ -177,7 +176,7 @@ class Incumbent:
     def _take(self, contender: Contender, objective_ms: float, method: str) -> None:
         is_shorter = objective_ms < self.objective_ms * (1 - EQUAL)
         least_ms = objective_ms if is_shorter else min(objective_ms, self.objective_ms)
-        # Programs last: who sees them without the lock then sees no older objective with them.
+        # Programs last, so that readers without the lock see no older objective with them.
         self.method, self.objective_ms, self.metrics = method, least_ms, contender.metrics
         self._holder, self.programs = contender, contender.programs
         self._add_to_pool(Pooled(objective_ms, method, contender.programs, self.work))
@@ -190,7 +189,7 @@ class Incumbent:
         return self._noisy.percentile(programs)
 
     def offer_bound(self, bound_ms: float, method: str) -> bool:
-        """Take a proven bound if it is better than what is known.
+        """Take a proven bound if it is better than the best known.
 
         Raises
         ------
@@ -220,7 +219,7 @@ class Incumbent:
                 del self._others[self._most_others :]
 
     def runners_up(self) -> tuple[Programs, ...]:
-        """Return the best of what was kept, best first."""
+        """Return the best of the kept programs, best first."""
         with self._lock:
             return tuple(programs for _, programs in self._others)
 
@@ -249,7 +248,7 @@ class Incumbent:
             return found
 
     def put_first(self, chosen: Pooled) -> None:
-        """Put a schedule in the place of the best one, whatever its objective, and close.
+        """Replace the best schedule, whatever the new one's objective, and close.
 
         Raises
         ------
@@ -264,7 +263,7 @@ class Incumbent:
             self._is_closed = True
 
     def close(self) -> None:
-        """Take nothing more: what comes from now on comes too late."""
+        """Ignore all later offers."""
         with self._lock:
             self._is_closed = True
 
@@ -304,7 +303,7 @@ class Incumbent:
             self.on_progress(Progress(now, method, objective, self.bound_ms, programs))
 
     def _note(self, entry: TraceEntry) -> None:
-        """Write the trace on, or, where work is limited, over what the same turn brought before."""
+        """Append to the trace; with limited work, overwrite the entry of the same turn."""
         if self.work is not None and self.trace:
             last = self.trace[-1]
             if (last.seconds, last.method) == (entry.seconds, entry.method):
@@ -343,7 +342,7 @@ def grid_ms(problem: Problem) -> float:
 class Goal:
     """A horizon below a schedule of ``incumbent_ms``, and the bound if no schedule reaches it.
 
-    ``horizon_ms``: only schedules with at most this objective are looked for. If there are none,
+    ``horizon_ms``: the search is for schedules with at most this objective. If there are none,
     ``proven_ms`` is a lower bound.
     """
 

@@ -1,18 +1,18 @@
-"""``lean`` and ``jitted``: numba functions that are made machine code only where Python calls.
+"""``lean`` and ``jitted``: numba functions with machine code only for those that Python calls.
 
-numba compiles each function by itself, optimised and with wrappers for Python, and again as a part
-of each of its callers. Of functions that call a dozen others, four deep, and hand each other
-records of a hundred arrays, that was two thirds of the time to compile. Here a function that
-compiled code calls is only typed and lowered; what Python calls is optimised and made machine code,
-together with all that it calls, and that is what the cache on disk holds.
+numba compiles each function alone, optimised and with wrappers for Python, and again as a part of
+each of its callers. Our functions call a dozen others, four deep, and pass records of a hundred
+arrays. For them this was two thirds of the compile time. Here a function that compiled code calls
+is only typed and lowered. A function that Python calls is optimised and compiled to machine code,
+together with all its callees; the cache on disk holds the result.
 
-No kernel counts places from the end of an array (``row[-1]``), so none asks of each place whether
-it is negative; with that, and with what `_Whole` tells the optimiser, annealing takes 0.58 of the
-time. ``NUMBA_BOUNDSCHECK=1``, with a ``NUMBA_CACHE_DIR`` of its own, makes every place that is not
-in its array an error.
+No kernel counts indices from the end of an array (``row[-1]``), so compiled code does not test
+whether an index is negative. With that, and with the linkage that `_Whole` sets, annealing takes
+0.58 of the time. ``NUMBA_BOUNDSCHECK=1``, with a ``NUMBA_CACHE_DIR`` of its own, makes every index
+outside its array an error.
 
-Plain ``numba.njit(cache=True, nogil=True, error_model="numpy")`` in the place of both was measured
-on 2026-11-29 (AMD EPYC, 2 busy cores, numba 0.68.1, CPU time):
+Plain ``numba.njit(cache=True, nogil=True, error_model="numpy")`` instead of both was measured on
+2026-11-29 (AMD EPYC, 2 busy cores, numba 0.68.1, CPU time):
 
 * On ``6.2b-p8-m16-4.0a`` `simulate.length` takes 804 ns per action instead of 29, annealing 1,259
   instead of 54.
@@ -20,7 +20,7 @@ on 2026-11-29 (AMD EPYC, 2 busy cores, numba 0.68.1, CPU time):
 
 So this module stays, although it subclasses numba's internals.
 
-And random numbers, which compiled code draws from a state that it is given.
+The module also has random numbers, which compiled code draws from a state that it is given.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _OPTIONS: dict[str, Any] = {
     "nopython": True,
     "nogil": True,
     "no_cfunc_wrapper": True,
-    # No question before each division whether the divisor is 0, and no way out if so: no kernel
-    # divides by what may be 0. Dispatching rules take half of the time so.
+    # No test for a zero divisor before each division, and no exit if so: no kernel divides by a
+    # number that may be 0. Dispatching rules take half of the time with this option.
     "error_model": "numpy",
 }
 
 
 def jitted(function: _F) -> _F:
-    """Compile a function when it is first called, cached on disk when Python is who calls it."""
+    """Compile a function at its first call; if Python calls it, cache it on disk."""
     kernel: _F = _kernel(function, _OPTIONS)
     return kernel
 
@@ -68,12 +68,12 @@ def jitted(function: _F) -> _F:
 def lean(function: _F) -> _F:
     """Compile, as `jitted`, without numba's reference counts.
 
-    numba counts references to every array of every argument at every call, atomically. Where small
-    functions hand each other records of a dozen arrays, that is nearly all of the time:
-    `simulate.length` took 800 ns per action with it and takes 20 ns without. The arrays are kept
-    alive by whoever calls from Python.
+    numba counts references to every array of every argument at every call, atomically. For small
+    functions that pass records of a dozen arrays, that is nearly all of the time. With it,
+    `simulate.length` took 800 ns per action, without it 20 ns. The Python caller keeps the arrays
+    alive.
 
-    The function must not allocate, and calls only functions like itself.
+    The function must not allocate, and calls only `lean` functions.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def _kernel(function: Any, options: dict[str, Any]) -> Any:
 
 
 class _Part(JITCodeLibrary):
-    """A function as its callers take it in: no machine code of its own, nothing linked to it."""
+    """A function to be linked into its callers: without machine code, with nothing linked to it."""
 
     def finalize(self) -> None:
         self._raise_if_finalized()  # type: ignore[no-untyped-call]
@@ -104,20 +104,20 @@ class _Part(JITCodeLibrary):
 
     @property
     def codegen(self) -> Any:
-        """Who is asked to store the function's environment: there is no place for it."""
+        """Return an object that discards the function's environment instead of storing it."""
         return _NowhereToStore()
 
 
 class _NowhereToStore:
     def set_env(self, name: str, environment: object) -> None:
-        """Leave it: only what prints or calls Python reads it."""
+        """Do nothing: only functions that print or call Python read the environment."""
 
 
 class _Whole(JITCodeLibrary):
-    """A function with all that it calls, each linked once, then optimised together.
+    """A function with all its callees, each linked once, then optimised together.
 
-    What it calls nobody else can call here: so the optimiser hands over only what is read of the
-    records, and takes in what is called once.
+    No other code can call these callees. So the optimiser passes only the fields of records that
+    are read, and inlines functions that are called once.
     """
 
     def finalize(self) -> None:
@@ -132,7 +132,7 @@ class _Whole(JITCodeLibrary):
 
 
 def _callers_first(whole: CPUCodeLibrary) -> list[CPUCodeLibrary]:
-    """Return a library and all that it needs; linking leaves out what nobody has called yet."""
+    """Return a library and all its dependencies; linking leaves out those without a caller yet."""
     order: list[CPUCodeLibrary] = []
     seen: set[CPUCodeLibrary] = set()
 
@@ -162,10 +162,11 @@ class _WholeCompiler(Compiler):
 
 @contextmanager
 def _places_as_they_are() -> Iterator[None]:
-    """Compile ``row[k]`` without asking whether k counts from the end.
+    """Compile ``row[k]`` without testing whether k is negative.
 
-    numba compiles one function at a time, under its lock. What of numba's own a kernel calls first
-    (sorting and searching) is compiled so, too, and does not count from there either.
+    The compiler lock of numba admits one function at a time. Functions of numba (sorting and
+    searching) that a kernel is the first to call are compiled in this way, too. They use no
+    negative indices either.
     """
     usual = arrayobj.fix_integer_index
     arrayobj.fix_integer_index = _as_it_is
@@ -199,10 +200,10 @@ def interpret_while(is_compiling: Callable[[], bool]) -> None:
 
 
 class _Kernel(CPUDispatcher):
-    """What Python calls; compiled code that calls it is given its part instead."""
+    """A function that Python calls; compiled code that calls it gets its `_part` instead."""
 
     def compile(self, sig: Any) -> Any:
-        """Return what numba's dispatcher calls for this signature: machine code, or Python."""
+        """Return the function that numba's dispatcher calls: machine code, or Python."""
         if not _is_compiling():
             return super().compile(sig)
         stored = self._cache.load_overload(sig, self.targetctx)  # type: ignore[attr-defined]
@@ -219,7 +220,7 @@ class _Kernel(CPUDispatcher):
 
     @cached_property
     def _plain(self) -> Any:
-        """The Python source, in a module where each kernel is its Python source too."""
+        """The Python source, in a namespace in which each kernel is its Python source too."""
         function = self.py_func
         namespace = _namespaces.get(id(function.__globals__))
         if namespace is None:
@@ -233,7 +234,7 @@ class _Kernel(CPUDispatcher):
         options = self.targetoptions | {"no_cpython_wrapper": True}
         return CPUDispatcher(self.py_func, targetoptions=options, pipeline_class=_PartCompiler)
 
-    # The next two are what numba asks a function for when compiled code calls it.
+    # numba calls the next two when compiled code calls this function.
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         widened = {name: _widened(one) for name, one in kws.items()}
@@ -244,24 +245,23 @@ class _Kernel(CPUDispatcher):
 
 
 def _widened(argument: Any) -> Any:
-    """Return the type of what a call hands over, without its value where that is known.
+    """Return the type of an argument, without its value if that is known.
 
-    numba would compile a function again for every constant that it is called with, and all that it
-    calls.
+    Otherwise numba would compile a function and all its callees again for every constant argument.
     """
-    # Of a record's type without values a plain tuple's would be made.
+    # Without its values, a record's type would become that of a plain tuple.
     if isinstance(argument, types.BaseNamedTuple):
         return argument
     return types.unliteral(argument)  # type: ignore[no-untyped-call]
 
 
-# --- Random numbers from a state of our own, so that threads neither share nor disturb them.
+# --- Random numbers from a state of our own, so that threads do not share it.
 # xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled",
 # 2016): a 64-bit state, three shifts, one multiplication.
 
 
 def seeded(seed: int) -> Draw:
-    """Return a state that is a function of the seed (any integer)."""
+    """Return the state for a seed (any integer)."""
     return np.random.SeedSequence(seed & (2**64 - 1)).generate_state(1, np.uint64) | np.uint64(1)
 
 

@@ -1,16 +1,18 @@
 """The last steps of a solve: less memory for the same objective, and less delay by noise.
 
-Memory that buys no time is a fault, as allocators fragment. So a problem of v2 is posed again with
-tighter limits: every device has the same share of what it has free. The known schedule, squeezed
-into them, and the families that had the known objective look for it again. Bisection asks for less
-memory where one of them has it, and for more where none has. Then a local search from the best of
-these tries somewhat less, in smaller and smaller steps. Their programs are legal for the problem
-itself. Nothing is proven of lower peaks, and where more memory fails less may do.
+Memory that saves no time is a fault, because allocators fragment. So a problem of v2 is solved
+again with tighter limits: every device gets the same share of its free memory. Two searches look
+for the known objective again: the known schedule, squeezed into the limits, and the families that
+had this objective. Bisection lowers the limits if one of them succeeds, and raises them if none
+does. Then a local search from the best of these tries less memory, in smaller and smaller steps.
+All programs are legal for the problem itself. Nothing is proven of lower peaks, and less memory may
+work even if more memory fails.
 
-``solve(robust=...)`` judges by a percentile of the objective, all schedules under the same draws
-(`NoisyTimes`). It judges what the search has met, all families, and what a local search makes of
-the shortest schedule if some devices are slower (scenarios): orders that wait less for a device
-that may be late. Nothing is proven of a percentile: a bound of a solve is one without noise.
+``solve(robust=...)`` judges schedules by a percentile of the objective, all under the same draws
+(`NoisyTimes`). The candidates are the schedules that the search has met and those of all families.
+A local search also improves the shortest schedule for slower devices (scenarios): it finds orders
+that wait less for a device that may be late. Nothing is proven of a percentile: a bound of a solve
+is one without noise.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ _PER_UNIT = 10_000_000
 """Actions simulated that make a unit of work, as for the local search of `portfolio`."""
 
 _SQUEEZED, _PEAKS = ", squeezed", ", peaks"
-"""In the name of a method: how a schedule was made of another, and under which limits."""
+"""Suffix of a method's name: how a schedule was derived from another, and under which limits."""
 
 _ROUND_COST, _START_COST = 1e-5, {False: 5e-5, True: 4e-4}
 """Units of work per pass that a tighter search and all starts of a family count for.
@@ -86,10 +88,10 @@ def lower_peaks(best: Incumbent, stop: Stop, family_ms: Mapping[str, float] | No
     Parameters
     ----------
     best
-        Where they go; one without a schedule is left as it is.
+        Receives the offers; without a schedule, nothing happens.
     stop
-        How long to try. If its work is limited, what is tried is a function of that, of the seed
-        and of the best schedule.
+        The budget. If its work is limited, the attempts depend only on that, on the seed and on the
+        best schedule.
     family_ms
         The objective in ms of each family under the known limits. Tighter limits hardly make a
         family shorter. So only families with the known objective are built again, and, for a local
@@ -149,7 +151,7 @@ def _least_share(problem: Problem) -> float:
 
 
 class _TighterSearch:
-    """A search for the known objective where every device has a share of what is free."""
+    """A search for the known objective in which every device has a share of its free memory."""
 
     def __init__(self, best: Incumbent, share: float, families: Collection[str] | None) -> None:
         self.best = best
@@ -164,7 +166,7 @@ class _TighterSearch:
         return self.inner.objective_ms <= self.enough_ms
 
     def run(self, stop: Stop, *, searches: bool) -> bool:
-        """Return whether the objective is reached: by what is made, else, if asked, by a search."""
+        """Return whether built programs, or optionally a search, reach the objective."""
         problem = self.inner.problem
         if feasibility(problem).plan is None:
             return False
@@ -218,15 +220,15 @@ class _TighterSearch:
             self.best.offer(progress.programs, method, expected_ms=reached)
 
 
-# --- A program within a tighter limit: where something does not fit, weight gradients that wait are
-# made first, as they give bytes back; a forward that does not fit then waits until more is given.
+# --- A program within a tighter limit: if an action does not fit, waiting weight gradients run
+# first, because they free bytes. A forward that still does not fit waits until more are freed.
 
 
 def within_limit(problem: Problem, device: int, program: Program) -> Program | None:
     """Return a legal program of a device with W's sooner and forwards later, so that it fits.
 
-    All else stays in order. None where something else does not fit, or needs a forward that does
-    not. Other devices may wait for what is put off, in a circle even.
+    All else stays in order. None if another action does not fit, or needs a forward that does not
+    fit. Other devices may wait for delayed actions, and may even deadlock.
     """
     moved = _RoomMaker(problem, device, program).in_order()
     if moved is None or device_peak_bytes(problem, device, moved) > _usable_bytes(problem, device):
@@ -274,7 +276,7 @@ class _RoomMaker:
         return None if self._waiting else tuple(self._done)
 
     def _makes_room_for(self, action: Action) -> bool:
-        """Whether an action fits, once those W's are made that it takes; where not, none are."""
+        """Run the W's that an action needs in order to fit, and return whether it fits."""
         effect, mode = EFFECTS[action.type], self._mode[action.cell]
         most = max(effect.delta(mode), effect.inside(mode)) + effect.workspace(mode)
         excess = self._held + most - self._limit
@@ -343,10 +345,10 @@ class Robust:
 
 
 def choose_robust(best: Incumbent, robust: Robust, stop: Stop) -> RobustChoice | None:
-    """Put the schedule that noise delays least in the place of the shortest; None without any.
+    """Replace the shortest schedule by the one that noise delays least; None without any.
 
-    Of those that are as good the shortest without noise stays. If time is up before all were
-    judged, it is the best of those that were, which include the shortest of all.
+    Among equals, the shortest without noise stays. If the time ends before all are judged, the best
+    of the judged ones stays, which include the shortest of all.
     """
     if best.programs is None:
         return None

@@ -1,7 +1,7 @@
 """How a solve shares its time or work between its parts.
 
-One thread: the parts take turns. Two or more: the local search and the parts that prove run at the
-same time, and both work on the best schedule that either finds.
+With one thread, the parts take turns. With more, the local search and the parts that prove run at
+the same time, and both work on the best schedule that either finds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ __all__ = [
 
 
 class Improve(Protocol):
-    """A way to improve: what it finds and proves goes to ``best``, what it spends to ``stop``."""
+    """A method of improvement: it offers results to ``best`` and counts its work in ``stop``."""
 
     def __call__(self, best: Incumbent, stop: Stop, /) -> None:
         """Work until the turn is over or nothing is left to do, which nothing spent says."""
@@ -96,8 +96,7 @@ class Improve(Protocol):
 class SearchPart(NamedTuple):
     """A way to improve, its name, and how many of its iterations or nodes make a unit of work.
 
-    ``supports`` says of a problem whether the part can be run on it; elsewhere its turns are left
-    out.
+    ``supports`` returns whether the part can run on a problem; if not, its turns are left out.
     """
 
     name: str
@@ -126,7 +125,7 @@ _MILP = SearchPart("milp", improve_by_milp, 10, exact_parts_know)
 
 
 class Step(NamedTuple):
-    """A part's turn: a share of what is left, and at most so many seconds or units.
+    """A part's turn: a share of the budget left, and at most so many seconds or units.
 
     ``goes_on``: another one like it follows immediately, as long as this method raises the bound.
     """
@@ -244,7 +243,7 @@ def milp_may_prove(problem: Problem) -> bool:
 
 
 def _proof(problem: Problem) -> tuple[Step, ...]:
-    """Return the turns of what proves: what may prove soon goes first.
+    """Return the turns of the parts that prove; parts that may prove soon go first.
 
     The beam comes when the local search has had some seconds: the shorter the horizon, the fewer
     states it has to choose among. If first in, first out is exact, it is one over counts and
@@ -270,9 +269,9 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
 
 
 def _finders(problem: Problem, stop: Stop) -> SearchPlan:
-    """Return the plan for a restriction: what finds schedules, and nothing that only proves.
+    """Return the plan for a restriction: parts that find schedules, and none that only prove.
 
-    A beam's first round alone is more work than a restriction mostly has: it is for who has time.
+    A beam's first round alone is more work than most restrictions have, so it needs much time.
     """
     again = (Step(_SEARCH, 1.0),)
     if stop.work is not None or not fifo_can_search(problem):
@@ -287,7 +286,7 @@ _LEAST = 0.02
 def improve(
     best: Incumbent, plan: SearchPlan, stop: Stop, *, good_gap: float = OPTIMAL_GAP
 ) -> None:
-    """Follow a plan until what it has is spent, the gap is closed, or told to stop.
+    """Follow a plan until its budget is spent, the gap is closed, or the caller stops it.
 
     The n-th step has the n-th seed from that of ``stop`` on.
     """
@@ -334,14 +333,14 @@ def run_threads(
     work
         Each calls `check_stop` often, which raises `Stopped` in it once ``end`` is set.
     should_end
-        Asked in the caller's thread, before anything runs and then fifty times a second.
+        Called in the caller's thread, before anything runs and then fifty times a second.
     end
         Set when all are to end.
 
     Raises
     ------
     Exception
-        What a function raised, the first of them; the others are told to end.
+        The first exception that a function raised; the others are stopped.
     """
     faults: list[BaseException] = []
 
@@ -394,7 +393,7 @@ class FamilyStart:
     """Programs of a method, or the reason why it has none.
 
     ``legal`` is False for programs over a memory limit (they are shown, never returned);
-    ``wants`` is why there are none, as a code.
+    ``wants`` is the code of the reason why there are none.
     """
 
     method: str
@@ -415,12 +414,12 @@ def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iter
     """Yield the programs of every family, then fitted copies of those that exceed memory.
 
     Copies of short originals come first. Legality and time come from compiled code, which equals
-    the reference (tested). Families are wrong about nothing but memory.
+    the reference (tested). Programs of families can be illegal only in memory.
 
-    Of a large problem the short and quick families come first, and Serial only if none of them is
-    legal. A copy is made only if its original is shorter than the best legal start so far, because
-    offload rarely makes anything shorter, and if no other has the same length. Copies end after
-    three in a row that lose.
+    For a large problem the short and quick families come first, and Serial only if none of them is
+    legal. A copy is made only if its original is shorter than the best legal start so far, and if
+    no other has the same length. Offload rarely makes a schedule shorter. Copies end after three in
+    a row that lose.
 
     Parameters
     ----------
@@ -472,9 +471,9 @@ def _plain_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
 
 
 def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
-    """Yield starts of a problem that v1 cannot say: kept, with one mode per stage, of projections.
+    """Yield starts of a problem of v2 only: kept, with one mode per stage, of projections.
 
-    Of a large problem the first projection alone gets time, the one with what v1 has of the menu.
+    For a large problem only the first projection gets time: v1's part of the menu.
     """
     builder = _StartBuilder(problem)
     kept = kept_alone(problem)
@@ -662,15 +661,15 @@ def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
 
     Every schedule found there is offered immediately. So, unless the turn ends earlier, ``best``
     ends no longer than any family of these restrictions and any schedule that ``find`` has found
-    in one. That a problem is never worse than its restriction solved alone *for as
-    long* does not follow, and is not so. Large problems are left alone.
+    in one. A problem can still be worse than its restriction solved alone *for the same time*.
+    Large problems are skipped.
 
     Parameters
     ----------
     best
-        Improvements go there; its bound is used, and never changed.
+        Receives the improvements; its bound is used, and never changed.
     stop
-        For all restrictions together, in equal parts; bounds and families take time, and no work.
+        For all restrictions together, in equal parts; bounds and families take time, but no work.
     find
         Improves the incumbent of a restriction.
     """
@@ -696,7 +695,7 @@ Menus with longer starts are not searched. The second number is the most menus i
 
 
 def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_RestrictedSearch]:
-    """Return the first, and of the others those with the best starts, the best last.
+    """Return the first menu, and the others with the best starts, the best last.
 
     The first is v1's menu: without it a large menu could be worse than a small one. The others
     differ in what stages hold when they keep, and starts show which are wrong.
@@ -713,7 +712,7 @@ def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_Restricte
 
 
 class _RestrictedSearch:
-    """One restriction: its incumbent hands on to the problem's what it takes in."""
+    """One restriction: its incumbent passes accepted schedules on to that of the problem."""
 
     def __init__(self, best: Incumbent, less: Reduction) -> None:
         self.best = best
@@ -731,11 +730,11 @@ class _RestrictedSearch:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the restriction has nothing that is better than what is known."""
+        """Whether the restriction has no schedule that is better than the best known."""
         return self.inner.bound_ms >= self.best.objective_ms * (1 - OPTIMAL_GAP)
 
     def is_useful(self, stop: Stop) -> bool:
-        """Bound the restriction until nothing better can be in it."""
+        """Bound the restriction until it can contain nothing better."""
         for bound in lower_bounds(self.less.problem, should_stop=stop.is_over):
             if self.is_settled:
                 return False

@@ -52,7 +52,7 @@ def ranks_equals(problem: Problem) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """By how much durations vary.
+    """Random variation of durations.
 
     Parameters
     ----------
@@ -60,9 +60,9 @@ class Noise:
         Each compute action, transfer and message takes its own factor of its time, uniform in
         1 - jitter .. 1 + jitter; 0 <= jitter < 1.
     stragglers
-        And all compute actions of one device share one more, likewise.
+        All compute actions of one device share one more factor of this kind.
     num_draws, seed
-        How many times all factors are drawn, >= 1, and of what.
+        How many times all factors are drawn, >= 1, and the seed.
 
     Raises
     ------
@@ -87,7 +87,7 @@ class Noise:
 
 
 class NoisyTimes:
-    """How long programs of one problem take under noise."""
+    """The objectives of programs of one problem under noise."""
 
     def __init__(self, problem: Problem, noise: Noise | None = None) -> None:
         self.problem = problem
@@ -145,7 +145,7 @@ def peak_shares(problem: Problem, peak_bytes: tuple[int, ...]) -> tuple[float, .
 
 
 class Contender:
-    """A legal schedule, with what tells it from others of equal objective, found when asked for.
+    """A legal schedule and its criteria among schedules of equal objective, computed on demand.
 
     ``late_ms`` gives the 95th percentile of the objective of programs under noise.
     """
@@ -172,7 +172,7 @@ class Contender:
         return False
 
     def _keys(self) -> Iterator[tuple[float, ...]]:
-        """Yield what is compared, of which the first that differs decides; less is better."""
+        """Yield the criteria; the first that differs decides, and less is better."""
         yield peak_shares(self.problem, self.metrics.peak_bytes)
         moved, recomputed_ms = self._work
         yield (moved, recomputed_ms)

@@ -1,4 +1,4 @@
-"""Problems that are solved in place of another, and how their programs become programs of that.
+"""Problems that are solved instead of another, and how their programs become programs of that.
 
 A `Reduction` is a problem with fewer choices (no offload, narrower menus, no pairs), with equal
 micro-batches, or with whole samples instead of slices. ``lift`` turns its programs into programs of
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class Reduction(NamedTuple):
-    """A problem, its name, and the function that makes its programs programs of the original."""
+    """A problem, its name, and the function that turns its programs into ones of the original."""
 
     name: str
     problem: Problem
@@ -381,7 +381,7 @@ def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[NDArray[np.int64
 
 
 def longest_first(problem: Problem) -> NDArray[np.int64]:
-    """Return the micro-batches by compute time on all stages, of equal ones the first first."""
+    """Return the micro-batches by compute time on all stages; equal ones keep their order."""
     busy_ms = np.array([sum(s.busy_ms for s in stages) for stages in problem.stages_by_cost])
     return np.argsort(-busy_ms[list(problem.cost_of)], kind="stable")
 

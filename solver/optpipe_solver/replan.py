@@ -1,21 +1,25 @@
 """A schedule for the batch of this step, within a tenth of a second: `replan`.
 
-Packed sequences make every batch another problem. Its micro-batches are list scheduled by some
-hundred dispatching rules (`optpipe_solver.local_search.dispatching`), searched several times, and
-dealt, in several orders, into 1F1B and into zero-bubble schedules of equal micro-batches. The best
-of these are annealed a little each, as annealing seldom leaves the basin that it starts in; the
-best then is annealed further, all for a fixed number of simulated actions.
+With packed sequences every batch is a problem of its own. `replan` builds start schedules in two
+ways:
 
-Some batches of the run may be named, and the first call with them learns from them. For each rules
-are searched at length; those that are best for all of them are tried on each later batch, and its
-searches begin with the best of these, instead of anywhere. The rules make no copies to the host,
-which may pay. So problems of equal micro-batches (`stand_ins`) and the named batches
-themselves are also solved, under the limits and under tighter ones, as other batches need more.
-Later calls deal into the places of all these, in those of a batch the longest where its longest
-stood (where the order is given, each where its number stood); what then exceeds memory is
-offloaded. Where that makes copies, only 1F1B is tried beside it: it is mostly shorter than what
-rules make, and annealing has their time. Nothing depends on clocks or on earlier calls: all ranks
-that ask get the same answer.
+* it list schedules the micro-batches with some hundred dispatching rules
+  (`optpipe_solver.local_search.dispatching`), in several searches;
+* it assigns the micro-batches, in several orders, to the positions of 1F1B and of zero-bubble
+  schedules of equal micro-batches.
+
+It anneals the best of them briefly, because annealing seldom leaves the basin that it starts in.
+It then anneals the best further. The total is a fixed number of simulated actions.
+
+The caller may name batches of the run (``like``); the first call learns from them. It runs long
+searches for rules for each. Later calls try the rules that are best on all named batches, and their
+searches begin with the best of these. Rules make no copies to the host, which may pay off. So the
+first call also solves problems of equal micro-batches (`stand_ins`) and the named batches. It
+solves them under tighter limits, too, because other batches need more memory. Later calls assign
+the micro-batches to the positions of these schedules: the longest to the longest, or by number if
+the order is given. If a result exceeds memory, some of it is offloaded. If that makes copies, only
+1F1B is tried as well. These results are mostly shorter than those of rules, and annealing gets the
+time of the rules. Nothing depends on clocks or on earlier calls: all ranks get the same answer.
 """
 
 from __future__ import annotations
@@ -76,49 +80,48 @@ _Start: TypeAlias = "tuple[str, float, Rows]"
 """Method, objective in ms, programs."""
 
 _PLAIN = ("1f1b", "interleaved")
-"""What is never better than the answer."""
+"""Families that are never better than the answer."""
 
 _QUICK = ("zb-h1", "zb-greedy", "gis", "zb-v")
-"""What is made for the mean micro-batch, or the largest, in some milliseconds."""
+"""Families built for the mean micro-batch, or the largest, within milliseconds."""
 
 _WORK = 1_300_000
 """Actions simulated: about 50 ms of one core."""
 
 _RULES_SHARE, _SEARCHES, _LEAST_SEARCH = 0.5, 3, 200
-"""Share of the work that goes into dispatching rules, about a third of the time, how many searches
-share it, and how much each has at least, by cell; the rest is annealing's."""
+"""Share of the work for dispatching rules (about a third of the time), number of searches, and
+minimum work of each, per cell. Annealing gets the rest."""
 
 _LEARN_SEARCHES, _LEARN_WORK, _MOST_LEARNED, _STUCK = 8, 16_000_000, 16, 2.0
-"""Searches of rules for a batch of the run, actions of each, and how many of what they find are
-tried on another batch: those that are least behind the best of each. One that gets stuck counts as
-so many times as long."""
+"""Searches for rules per batch of the run, actions of each, and maximum number of rules kept: those
+closest to the best of each batch. A rule that gets stuck counts as ``_STUCK`` times as long."""
 
 _DEALT_SHARE = 0.75
-"""Share of the work that annealing has where no rule is tried: about the same time in all."""
+"""Share of the work for annealing if no rule is tried; the total time is about the same."""
 
 _SHORT_SHARE = 0.04
-"""Share of the work that each start is annealed before the best is annealed further."""
+"""Share of the work for annealing each start, before the best is annealed further."""
 
 _SHAPE_WORK, _MOST_STARTS = 1.0, 3
-"""Units of work for equal micro-batches of a shape, and families of each that are kept."""
+"""Units of work for equal micro-batches of a shape, and number of families kept for each."""
 
 _LIKE_WORK, _SHARES = 4.0, (1.0, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Units of work for a batch of the run, under each of these shares of its memory."""
 
 _MOST_FITTED, _MOST_OVER, _MOST_DEALS = 16, 1.12, 3
-"""Deals that are looked at, how far one may exceed a device's memory, and how many are annealed."""
+"""Deals that are examined, by what factor one may exceed a device's memory, number annealed."""
 
 _MOST_SHAPES, _MOST_BATCHES, _NO_LIMIT_S = 16, 128, 600.0
-"""Shapes and batches that are remembered; a limit of seconds that is none, as work is limited."""
+"""Cached shapes and batches; a limit of seconds that never applies, because work is limited."""
 
 _HOT, _COLD = 0.05, 0.005
 """Temperatures at the beginning and the end, as fractions of a mean pass."""
 
 _MOVES = MoveShares(on_path=1.0, relabels=0.05, modes=0.5, waves=0.0, backwards=0.05)
 _IN_DEALS = _MOVES._replace(relabels=0.0)
-"""What pays in so short a search: all around a longest path, and rarely what times all devices.
+"""Shares of moves that pay off in so short a search: all on a critical path, few relabellings.
 
-In a deal never: micro-batches stand there by length.
+Deals are ordered by length, so they get no relabellings.
 """
 
 
@@ -129,12 +132,12 @@ def replan(
     work: int = _WORK,
     seed: int = 0,
 ) -> Schedule:
-    """Return a good schedule at once; the same for the same problem, seed and work.
+    """Return a good schedule quickly; the same for the same problem, seed and work.
 
-    It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal.
-    ``solve_seconds`` of the answer is 0: all ranks get the same. Call it once before training: the
-    first call of a process loads what is compiled (`optpipe_solver.warm_up` compiles it, once per
-    installation), and that for a ``like`` solves each and searches rules for it, half a minute.
+    It is never longer than legal 1F1B, or interleaved 1F1B, in the given order. ``solve_seconds``
+    of the answer is 0, so that all ranks get the same. Call it once before training, because the
+    first call of a process loads compiled code (`optpipe_solver.warm_up` compiles it, once per
+    installation). The first call with ``like`` solves each and searches rules, half a minute.
 
     Parameters
     ----------
@@ -193,7 +196,7 @@ def replan(
 
 @dataclass(frozen=True)
 class _TrainingRun:
-    """Batches of a run, each once: equal where their problem hashes are, as caches ask by it."""
+    """Batches of a run, each once; equal if their problem hashes are equal, for use in caches."""
 
     hashes: tuple[str, ...]
     batches: tuple[Problem, ...] = field(compare=False)
@@ -236,7 +239,7 @@ _Forms: TypeAlias = "list[set[tuple[tuple[int, bool, str | None], ...]]]"
 
 
 def _forms(problem: Problem) -> _Forms:
-    """Return of each stage what the modes of its menus do, by number, whatever times and bytes."""
+    """Return, per stage, the kinds of modes in its menus, by number, without times and bytes."""
     forms = [
         tuple((k, mode.offload_bytes > 0, mode.recompute) for k, mode in enumerate(menu) if mode)
         for menu in numbered_menus(problem)
@@ -254,10 +257,10 @@ def _forms_of(run: _TrainingRun) -> list[_Forms]:
 
 
 class _KnownOfRun(NamedTuple):
-    """What the first call with some batches makes of them.
+    """Results of the first call with some batches.
 
-    ``solved``: each one's order by length, and its programs. ``rules``: dispatching rules, the best
-    first, with ranks by length. ``equal``: programs of equal micro-batches like the first's.
+    ``solved``: each batch's order by length, and its programs. ``rules``: dispatching rules, best
+    first, with ranks by length. ``equal``: programs of equal micro-batches like the first batch's.
     """
 
     solved: tuple[tuple[Ints, tuple[Rows, ...]], ...] = ()
@@ -285,7 +288,7 @@ def _shape_of(problem: Problem) -> Problem:
 
 
 def _plain(problem: Problem) -> Problem:
-    """Return it without name and context: hashable, and equal where the problem hashes are."""
+    """Return the problem without name and context: hashable, and equal if the hashes are equal."""
     return problem.model_copy(update={"name": "", "context": None})
 
 
@@ -302,7 +305,7 @@ def _solved(like: Problem) -> tuple[Ints, tuple[Rows, ...]]:
 
 
 def _in_places(known: Ints, batch: Ints) -> Ints:
-    """Return the order that deals the k-th of a batch into the place of the k-th that is known."""
+    """Return the order that puts the k-th of a batch into the position of the k-th known."""
     order = np.empty_like(known)
     order[known] = batch
     return order
@@ -310,9 +313,9 @@ def _in_places(known: Ints, batch: Ints) -> Ints:
 
 @lru_cache(maxsize=_MOST_SHAPES)
 def _equal(shape: Problem) -> tuple[tuple[str, Rows], ...]:
-    """Return programs of the problems of equal micro-batches that stand in for a batch.
+    """Return programs of the problems of equal micro-batches that replace a batch (`stand_ins`).
 
-    Of each the best families, and what some work makes of them.
+    For each: the best families, and the result of a solve with limited work.
     """
     found: list[tuple[str, Rows]] = []
     compiled = CompiledProblem.of(shape)
@@ -338,10 +341,10 @@ def _serial(compiled: CompiledProblem) -> _Start:
 def _ruled(
     compiled: CompiledProblem, rules: Sequence[DispatchingRule], work: int, seed: int
 ) -> Iterator[_Start]:
-    """Yield the best that each search of dispatching rules makes, if any.
+    """Yield the best schedule of each search of dispatching rules, if any.
 
-    Of rules learned from batches of the run those are tried that a third of the work allows; then
-    all searches begin with the one that is best here.
+    First try as many learned rules as a third of the work allows. All searches then begin with the
+    best of these.
     """
     problem, cells = compiled.problem, compiled.times.num_cells
     ways, tried = orders(problem), rules[: max(1, work // (3 * CELL_WORK * cells))]
@@ -359,9 +362,9 @@ def _ruled(
 
 
 def _learned(named: Sequence[Problem]) -> tuple[DispatchingRule, ...]:
-    """Return the rules that are best on average of some batches, of those that are best for one.
+    """Return the rules that are best on average of all batches, from those that are best for one.
 
-    Of rules that are as long as each other on all batches one. Ranks are by length.
+    Of rules with equal lengths on all batches, return only one. Ranks are by length.
     """
     rules = [rule for like in named for rule in _searched(like)]
     lengths, behind = np.full((len(named), len(rules)), inf), np.zeros(len(rules))
@@ -413,9 +416,9 @@ def _usual(compiled: CompiledProblem, quick: Iterable[str]) -> Iterator[_Start]:
 
 
 def _like_these(compiled: CompiledProblem, known: _KnownOfRun) -> list[_Start]:
-    """Return the best deals into the places of solved batches.
+    """Return the best deals into the positions of solved batches.
 
-    Of those that copy some that are made to fit; else, and where none can be, the shortest legal.
+    If any copy to the host, return some that are made to fit; if none can, the shortest legal one.
     """
     free, longest = compiled.problem.order == "free", longest_first(compiled.problem)
     deals = [
@@ -430,9 +433,9 @@ def _like_these(compiled: CompiledProblem, known: _KnownOfRun) -> list[_Start]:
 
 
 def _made_to_fit(compiled: CompiledProblem, deals: Sequence[Rows]) -> Iterator[_Start]:
-    """Yield deals that copy, made to fit: first those that were the shortest before it.
+    """Yield deals that copy, made to fit; first those that were the shortest before fitting.
 
-    That says more of where annealing ends than how long they are then.
+    The length before fitting predicts the result of annealing better than the length after it.
     """
     if not any(compiled.cells_with(simulate.OFFLOAD, rows).any() for rows in deals):
         return
@@ -451,7 +454,7 @@ def _made_to_fit(compiled: CompiledProblem, deals: Sequence[Rows]) -> Iterator[_
 def _deals(
     compiled: CompiledProblem, built: Iterable[tuple[str, Rows]], ways: Sequence[Ints]
 ) -> Iterator[_Start]:
-    """Yield the best legal deal of each of some programs for as many micro-batches."""
+    """Yield the best legal deal of each given schedule."""
     for method, rows in built:
         best = _shortest(compiled, [compiled.deal(rows, order) for order in ways])
         if best is not None:
@@ -477,7 +480,7 @@ def _annealed(
     *,
     short: int,
 ) -> tuple[_Start, Rows]:
-    """Anneal each start for ``short`` actions, the best for what is left of the work; return it."""
+    """Anneal each start for ``short`` actions, then the best for the work left; return it."""
     table, cooled = None, []
     for start in starts:
         table = table_for(compiled, start[2], like=table)

@@ -1,4 +1,4 @@
-"""``solve``: the composition root. Bound, starts, improvement; the best, with its proof."""
+"""``solve``: find a bound, build starts, improve them; return the best schedule with its proof."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ model alone, and a family's name gives that family's schedule."""
 _OPTIMISE = ("auto", "milp")
 
 _MOST_THREADS = 128
-"""Of HiGHS: 1.15 given 257 aborts the process when it ends, after all that was printed."""
+"""Limit for HiGHS: version 1.15 with 257 threads aborts the process at its end."""
 
 _LOOK_S = 0.02
 
@@ -61,7 +61,7 @@ _MOMENT_S = 0.2
 """Time in which a stopped solve may still choose among its schedules."""
 
 _GRACE_S = 3.0
-"""By how much the choice under noise may be late; then the shortest schedule stays."""
+"""Maximum delay of the choice under noise; after it the shortest schedule stays."""
 
 _LAST_SHARE = 0.1
 """Share of time and work that is kept for less memory at the same objective.
@@ -89,13 +89,13 @@ def solve(
     Parameters
     ----------
     problem
-        What is to be scheduled.
+        The problem to schedule.
     time_limit_s, work_limit, threads, seed, gap
         As in `Limits`.
     method
         One of `METHODS`.
     start, start_method
-        Programs to start from beside the families, used if legal, and who made them.
+        Programs to start from in addition to the families, used if legal, and their method.
     robust
         Return, of the schedules that the search has met, the one that is best at a percentile of
         the objective under noise, instead of the shortest; bound and gap stay those without noise.
@@ -230,7 +230,7 @@ class _SolveRun:
         run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)
 
     def _choose_robust(self, robust: Robust) -> None:
-        """Choose among the schedules under noise; a stopped solve has a moment for it."""
+        """Choose among the schedules under noise; a cancelled solve has ``_MOMENT_S`` for it."""
         left_s = self.limits.time_limit_s - self.best.seconds()
         if self.limits.work_limit is None:
             left_s = min(left_s, _LAST_SHARE * self.limits.time_limit_s)
@@ -255,9 +255,9 @@ class _SolveRun:
     def _starts(self) -> None:
         """Offer the schedule that is built fastest, then bounds, then all other starts.
 
-        Of a large problem the serial one is no answer: what can take long, or wait, comes after a
-        better one. And none is begun that would take longer than is left; the first, which loads
-        compiled code, says nothing about that.
+        For a large problem the serial one is no answer: slow steps come after a better schedule. No
+        start is begun that would take longer than the time left. The first start loads compiled
+        code, so its time is not used for this estimate.
         """
         best, stop = self.best, self.stop
         starts = all_starts(best.problem, None if self.method in _OPTIMISE else (self.method,))
@@ -313,21 +313,21 @@ class _SolveRun:
         elif self.should_stop():
             self.stopped_by = "cancelled"
         elif self._is_late() or (self.method in _OPTIMISE and self.limits.work_limit is None):
-            # A part that knows that what is left is too little for it ends a moment before.
+            # A part ends slightly early if it knows that the budget left is too small for it.
             self.stopped_by = "time_limit"
 
     def _is_late(self) -> bool:
-        """Whether what is left of the time is needed to count the bytes of the result."""
+        """Whether the time left is needed to count the bytes of the result."""
         return self.stop.left_s() <= 0.3 * self.best.evaluate_s
 
     def result(self) -> Result:
-        """Return the best schedule with its proof and where it comes from."""
+        """Return the best schedule with its proof and its provenance."""
         best = self.best
         if best.programs is None:
             message = "; ".join(self.reasons) or "stopped before it had one; allow more time"
             return Result(SolveStatus.UNKNOWN, None, best.bound_ms, message=message)
         start_method, start_ms = self.start or (None, None)
-        # Clocks differ from run to run, what comes of limited work must not.
+        # Clocks differ from run to run, but results with limited work must not.
         cpu_seconds = None
         if best.work is None:
             cpu_seconds = {part: round(spent, 3) for part, spent in best.cpu_seconds.items()}
@@ -362,8 +362,8 @@ class _SolveRun:
 def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Schedule:
     """Return the best schedule with its proof, as `optpipe.evaluate.evaluate` would.
 
-    ``stopped_by`` is replaced by ``optimal`` where the gap says so, and by ``gap`` where that of
-    another schedule was closed, which is longer under noise.
+    ``stopped_by`` becomes ``optimal`` if the gap is closed. It becomes ``gap`` if only the gap of
+    another schedule, which is longer under noise, is closed.
 
     Raises
     ------
@@ -398,7 +398,7 @@ def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Sc
 def contributions(trace: Iterable[TraceEntry]) -> tuple[Contribution, ...]:
     """Sum up a trace by method, in the order of their first improvement.
 
-    The first schedule gains nothing: there is none it is better than.
+    The first schedule gains nothing, because no schedule precedes it.
     """
     found: dict[str, Contribution] = {}
     objective: float | None = None

@@ -1,12 +1,12 @@
 """Programs with one mode per stage for all micro-batches, such that they fit the memory limits.
 
-With transfers as tight as can be, RELEASE comes right after F, and RELOAD and RECOMPUTE right
-before the backward. Then what a device holds during an action is a sum over its stages of bytes
-that depend on the stage's mode alone. Such tight copies delay their device. So modes are chosen
-for several shares of the limits, and the transfers take the places that memory leaves them. The
-simulation says which modes are best.
+With the tightest transfers, RELEASE comes right after F, and RELOAD and RECOMPUTE right before the
+backward. Then the bytes of a device during an action are a sum over its stages, and each term
+depends only on the stage's mode. Such tight copies delay their device. So modes are chosen for
+several shares of the limits, and the transfers move as far as memory allows. Simulation decides
+which modes are best.
 
-Limits of hosts are ignored. The load of the lanes tells whether copies can be hidden.
+Limits of hosts are ignored. The load of the lanes decides whether copies can be hidden.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["in_modes", "with_uniform_modes"]
 
 _MOST_CHOICES = 256
-"""Choices of a device up to which all are looked at; beyond, one mode after another is changed."""
+"""Maximum choices of a device for which all are tried; beyond it, modes change one by one."""
 
 _HIDDEN_COST = 0.05
 """Assumed cost of a copy that fits into its lane, as a share of its duration."""
@@ -65,7 +65,7 @@ def with_uniform_modes(compiled: CompiledProblem, rows: Rows) -> Rows | None:
 
     Returns
     -------
-    None where no mode of some stage makes its device's program fit.
+    None if no mode of some stage makes its device's program fit.
     """
     compiled.refuse_transfers(rows, "with_uniform_modes")
     prompt = _with_prompt_weights(compiled, rows)
@@ -97,7 +97,7 @@ def _fitted(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
 
 
 def in_modes(compiled: CompiledProblem, rows: Rows, numbers: Sequence[int]) -> Rows | None:
-    """Return compute programs with a given mode of each stage, None where they do not fit so."""
+    """Return compute programs with a given mode of each stage, None if they do not fit."""
     compiled.refuse_transfers(rows, "in_modes")
     modes = np.repeat(np.array(numbers, dtype=np.int64), compiled.times.num_microbatches)
     tight = _with_actions(compiled, rows, modes)
@@ -195,7 +195,7 @@ def _footprint(compiled: CompiledProblem, codes: Ints, s: int, number: int) -> _
 
 
 def _cost_ms(compiled: CompiledProblem, s: int, number: int) -> float:
-    """Return about what it costs a micro-batch that a stage is in a mode, in ms."""
+    """Return the estimated cost per micro-batch of a stage's mode, in ms."""
     problem = compiled.problem
     ms = compiled.times.mode_ms[:, s, number]
     stage = problem.stages[s]
@@ -210,7 +210,7 @@ def _cost_ms(compiled: CompiledProblem, s: int, number: int) -> float:
 
 
 def _one_by_one(ways: list[list[_Footprint]], limit: int) -> tuple[int, ...] | None:
-    """Change the mode that frees most for its cost where most is held, until all fits."""
+    """Change the mode that frees most per cost at the peak, until everything fits."""
     picked = [min(range(len(known)), key=lambda k: known[k].cost_ms) for known in ways]
     for _ in range(sum(map(len, ways))):
         check_stop()
@@ -229,7 +229,7 @@ def _one_by_one(ways: list[list[_Footprint]], limit: int) -> tuple[int, ...] | N
 def _changes(
     ways: list[list[_Footprint]], picked: list[int], at: int
 ) -> Iterator[tuple[float, int, int]]:
-    """Yield what a byte less at a place costs (ms), by which stage in which mode."""
+    """Yield the cost (ms) per byte freed at a place, with the stage and its mode."""
     for stage, known in enumerate(ways):
         now = known[picked[stage]]
         for mode, other in enumerate(known):
@@ -239,14 +239,14 @@ def _changes(
 
 
 def _load(ways: list[list[_Footprint]], picked: tuple[int, ...] | list[int]) -> Ints:
-    """Return the most bytes held during each action of the device."""
+    """Return the peak bytes held during each action of the device."""
     taken = [known[k] for known, k in zip(ways, picked, strict=True)]
     total: Ints = np.sum([way.held_bytes + way.needs for way in taken], axis=0)
     return total
 
 
 def _with_actions(compiled: CompiledProblem, rows: Rows, modes: Ints) -> Rows:
-    """Return compute programs with what the modes of their cells ask for, as tight as can be."""
+    """Return compute programs with the transfers of their cells' modes, as tight as possible."""
     cells, row = compiled.times.num_cells, compiled.times.row
     goes = compiled.memory.adds[simulate.RELOAD, row, modes] > 0
     again = compiled.memory.again[row, modes]
@@ -268,7 +268,7 @@ def _with_actions(compiled: CompiledProblem, rows: Rows, modes: Ints) -> Rows:
 
 
 def _settled(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
-    """Yield programs that fit, their transfers moved away from where they are waited for."""
+    """Yield programs that fit, with transfers moved away from the actions that wait for them."""
     if compiled.is_compute_only(rows):
         yield rows
         return

@@ -3,17 +3,17 @@
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024 (arXiv 2405.15362),
 sections 3 and 4 and its appendix on squeezing and reordering.
 
-A *building block* says when one micro-batch runs F and I on every stage; micro-batch j does the
-same j periods later. The offset between neighbouring stages is the same within one half of the
-model (first half forwards, second half forwards, second half backwards, first half backwards), and
-there is a gap at each of the three turns. Only the *order* of F and I on a device is taken from the
-block, so that it need not be free of collisions. Memory: at equal times a stage holds ceil(lifespan
-/ period) activations, lifespan = from its F to its W.
+A *building block* gives the start times of F and I of one micro-batch on every stage; micro-batch j
+repeats them j periods later. The model has four halves: first half forwards, second half forwards,
+second half backwards, first half backwards. Within a half, all neighbouring stages have the same
+offset, and there is a gap at each of the three turns. Only the *order* of F and I on a device is
+taken from the block, so the block may contain collisions. Memory: at equal times a stage holds
+ceil(lifespan / period) activations, lifespan = from its F to its W.
 
 * *Squeeze*: run that order with the problem's real times, everything as soon as possible
   (`optpipe_solver.arrays.list_scheduler`, `ListRule.BLOCK`).
-* *Reorder*: a device whose next pass has not arrived may run a later F or I of its order, if memory
-  still admits all passes that it jumps, each W right after its I. So it never gets stuck.
+* *Reorder*: a device whose next pass is not ready may run a later F or I of its order. All passes
+  that it skips must still fit into memory, each W right after its I. So it never gets stuck.
 * *W* fills waits, or runs when a pass that is ready does not fit.
 
 Ignored: offload, recompute, gradient reductions; FIFO order of micro-batches in every stage.
@@ -68,9 +68,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuildingBlock:
-    """When one micro-batch runs F and I, by stage, and after how long the next one does the same.
+    """Start times of one micro-batch's F and I, by stage, and the period to the next micro-batch.
 
-    Nothing may run before what it depends on; the unit of time is free.
+    No pass may start before its dependencies; the unit of time is arbitrary.
     """
 
     forward: Floats
@@ -81,14 +81,14 @@ class BuildingBlock:
 def uniform_block(
     num_stages: int, offsets: Sequence[float], gaps: Sequence[float], period: float
 ) -> BuildingBlock:
-    """Return the block with the same offsets all over each half of the model.
+    """Return the block with uniform offsets in each half of the model.
 
     Parameters
     ----------
     num_stages
         The first half is stages 0 to num_stages // 2 - 1.
     offsets
-        Time from a pass to the next on its way: F in the first half, F in the second, I in the
+        Time from a pass to the next of its chain: F in the first half, F in the second, I in the
         second, I in the first.
     gaps
         The same at the turns: F into the second half, last F to first I, I into the first half.
@@ -154,15 +154,15 @@ def build_building_blocks(problem: Problem) -> Programs:
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024 (arXiv 2405.15362),
     section 4 (its adaptive scheduler).
 
-    Rule: try building blocks with uniform offsets in each half of the model, keep the ones whose
-    squeezed schedule is shortest under the limit, try ways of filling waits
-    on them, and keep the best as simulated. Blocks come from three sets: on the grid of equal
-    times, free of collisions, with offsets of 1 to 3 passes in each half (those of ZB-V, V-Half and
-    V-Min among them, and 1F1B's on a line); with offsets of 1 to 2.5 times the real mean time of a
-    half's passes; and V-Min's offsets with ever longer periods, down to one micro-batch after the
-    other, for memory below V-Min's. They are tried in the order of how closely their estimated
-    memory, ceil(lifespan / period) activations per stage, meets the limit, until the budget of work
-    is spent. Any placement is accepted: the halves are those of the list of stages.
+    Rule: try building blocks with uniform offsets in each half of the model. Keep the blocks whose
+    squeezed schedules are shortest under the limit, try several ways to fill waits on them, and
+    keep the best simulated schedule. There are three sets of blocks. The first are on the grid of
+    equal times, free of collisions, with offsets of 1 to 3 passes in each half. They include those
+    of ZB-V, V-Half and V-Min, and 1F1B's on a line. The second have offsets of 1 to 2.5 times the
+    real mean time of a half's passes. The third, for less memory than V-Min's, have its offsets and
+    ever longer periods, down to serial execution. Blocks whose estimated memory, ceil(lifespan /
+    period) activations per stage, is closest to the limit come first, until the work budget is
+    spent. Any placement is accepted: the halves are those of the list of stages.
 
     Memory: at most the limit, activations, weight contexts and workspaces counted in bytes. Bubble:
     no formula. Ignored: offload and recompute; micro-batches go first in, first out.
@@ -302,18 +302,17 @@ def _one_after_the_other(problem: Problem) -> BuildingBlock:
 def build_zb_v(problem: Problem) -> Programs:
     """ZB-V: zero bubbles with 1F1B's memory, on a V placement.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, appendix; the same schedule is V-ZB of
+    Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, appendix. The same schedule is V-ZB of
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 4 and table 1.
 
-    Rule: the building block of a V placement with offsets of 3 passes between neighbouring devices
-    in all four halves and 1 at the turns, repeated every 6 passes, squeezed and reordered,
-    with at most 2p stage activations on a device. Memory: p micro-batches
-    of a device's two stages (min with m), on every device, as 1F1B's first. Bubble (span): zero at
-    equal times for every p and m >= 2p - 1, and 2p - 1 - m passes for fewer (p <= m); where W is
-    shorter, at least (p - 1)(F + I + 2C - 2W) - W, for passes of one stage and communication C,
-    because p activations hold no more W back for the tail. Ignored: memory limits (activations are
-    counted, not weighed), offload and recompute. The order of the block is that of equal times; how
-    W fills it follows real times.
+    Rule: squeeze and reorder the building block of a V placement, repeated every 6 passes, with at
+    most 2p stage activations on a device. Its offsets are 3 passes between neighbouring devices in
+    all four halves, and 1 at the turns. Memory: p micro-batches of a device's two stages (min with
+    m), on every device, as 1F1B's first. Bubble (span) at equal times: zero for m >= 2p - 1, and
+    2p - 1 - m passes for p <= m < 2p - 1. If W is shorter, p activations leave no more W for the
+    tail. The bubble is then at least (p - 1)(F + I + 2C - 2W) - W, for passes of one stage and
+    communication C. Ignored: memory limits (activations are counted, not weighed), offload and
+    recompute. The order of the block is that of equal times; W fill waits by real times.
 
     Raises
     ------
@@ -330,16 +329,15 @@ def build_v_half(problem: Problem) -> Programs:
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024 (arXiv 2405.15362),
     section 4 and table 1.
 
-    Rule: the building block of a V placement with offsets of 2, 1, 2, 1 passes between neighbouring
-    devices (F down, F up, I down, I up), so that a micro-batch's lifespans on a device sum to 6p,
-    repeated every 6 passes, squeezed and reordered. The gap between the last
-    F and the first I is 3 for even p and 2 for odd p, so that no passes of a device collide.
-    Memory: (p + 2) // 2 micro-batches of a device's two stages (min with m). Bubble at equal times:
-    a rate of about p / 2m, that is 3p passes; here 3p - 7 passes for even p > 2, 3p - 4 for odd p >
-    1 and none for p <= 2. It repeats with every micro-batch where W + 2I < 2F or W + 2F < 2I, or
-    where communication is slow. Ignored: memory limits (activations are counted, not weighed),
-    offload and recompute. The order of the block is that of equal times; how W fills it follows
-    real times.
+    Rule: squeeze and reorder the building block of a V placement, repeated every 6 passes. Its
+    offsets between neighbouring devices are 2, 1, 2, 1 passes (F down, F up, I down, I up), so that
+    a micro-batch's lifespans on a device sum to 6p. The gap between the last F and the first I is 3
+    for even p and 2 for odd p. With it no passes of a device collide. Memory: (p + 2) // 2
+    micro-batches of a device's two stages (min with m). Bubble at equal times: a rate of about
+    p / 2m, that is 3p passes. Here it is 3p - 7 passes for even p > 2, 3p - 4 for odd p > 1 and
+    none for p <= 2. It repeats with every micro-batch if W + 2I < 2F or W + 2F < 2I, or if
+    communication is slow. Ignored: memory limits (activations are counted, not weighed), offload
+    and recompute. The order of the block is that of equal times; W fill waits by real times.
 
     Raises
     ------
@@ -354,20 +352,20 @@ def build_v_half(problem: Problem) -> Programs:
 
 
 def build_v_min(problem: Problem) -> Programs:
-    """V-Min: the least memory that V building blocks reach, a third of 1F1B's.
+    """V-Min: the minimum memory that V building blocks reach, a third of 1F1B's.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024 (arXiv 2405.15362),
     section 4 and table 1.
 
-    Rule: the building block of a V placement with offsets of 1 pass between neighbouring devices in
-    all four halves, so that a micro-batch's lifespans on a device sum to 4p, repeated every 6
-    passes, squeezed and reordered. The gap between the last F and the first
-    I is 5 where p % 3 = 2 and 3 elsewhere, the shortest bubbles without collisions. Memory: (p + 4)
-    // 3 micro-batches of a device's two stages (min with m). Bubble at equal times: a rate of about
-    2p / 3m, that is 4p passes; here 4p - (7, 5, 9)[p % 3] for p > 2 and none for p <= 2. Unequal
-    times and communication add a bubble to every micro-batch: the block has no slack. Ignored:
-    memory limits (activations are counted, not weighed), offload and recompute. The order of the
-    block is that of equal times; how W fills it follows real times.
+    Rule: squeeze and reorder the building block of a V placement, repeated every 6 passes. Its
+    offsets are 1 pass between neighbouring devices in all four halves, so that a micro-batch's
+    lifespans on a device sum to 4p. The gap between the last F and the first I is 5 if p % 3 = 2,
+    else 3: the shortest bubbles without collisions. Memory: (p + 4) // 3 micro-batches of a
+    device's two stages (min with m). Bubble at equal times: a rate of about 2p / 3m, that is 4p
+    passes. Here it is 4p - (7, 5, 9)[p % 3] for p > 2 and none for p <= 2. Unequal times and
+    communication add a bubble to every micro-batch, because the block has no slack. Ignored: memory
+    limits (activations are counted, not weighed), offload and recompute. The order of the block is
+    that of equal times; W fill waits by real times.
 
     Raises
     ------
@@ -430,13 +428,13 @@ def build_paired_blocks(problem: Problem) -> Programs:
     NeurIPS 2024 (arXiv 2405.15362), and the pairs of Liu et al. 2024, "DeepSeek-V3 Technical
     Report" (arXiv 2412.19437).
 
-    Rule: a building block says in which order passes come to a device; a device that becomes free
-    runs a licensed pair where both are there, and else what is first in the order (see the module).
-    Blocks are those of `build_building_blocks`, and blocks whose offsets are those of passes alone,
-    of pairs, and halfway between, with periods of 1 to 1.3 times the pairs of a micro-batch: for a
-    V DualPipeV's is among them. The best of some ways to fill waits on the best blocks is kept.
-    Memory: at most the limit, workspaces included. Bubble: no formula. It ignores offload and
-    recompute; micro-batches go first in, first out.
+    Rule: a building block gives the order of passes on a device. A free device runs an allowed pair
+    if both passes are ready, else the first pass of the order (see the module). The blocks are
+    those of `build_building_blocks`, and blocks with the offsets of single passes, of pairs, and
+    halfway between. The periods of the latter are 1 to 1.3 times the pairs of a micro-batch; for a
+    V, DualPipeV's block is one of them. The best of several ways to fill waits on the best blocks
+    is kept. Memory: at most the limit, workspaces included. Bubble: no formula. It ignores offload
+    and recompute; micro-batches go first in, first out.
 
     Raises
     ------
@@ -480,9 +478,9 @@ def _pairs_affordable(problem: Problem, num_microbatches: int) -> int:
 
 
 def _paired_candidates(problem: Problem) -> list[BuildingBlock]:
-    """Return the blocks to try: those of pairs and those of `candidate_blocks` in turn.
+    """Return the blocks to try: alternately those of pairs and those of `candidate_blocks`.
 
-    Of each those come first whose memory is closest to the limits.
+    Of both kinds, blocks whose memory is closest to the limits come first.
     """
     pairs = sorted(_of_pairs(problem), key=lambda block: _distance(problem, block))
     alternately = zip_longest(pairs, candidate_blocks(problem))
@@ -490,7 +488,7 @@ def _paired_candidates(problem: Problem) -> list[BuildingBlock]:
 
 
 def _of_pairs(problem: Problem) -> Iterator[BuildingBlock]:
-    """Yield blocks whose offsets are those of passes alone, of pairs, and halfway between."""
+    """Yield blocks with the offsets of single passes, of pairs, and halfway between."""
     forward = fmean(stage.forward_ms for stage in problem.stages)
     backward = fmean(stage.backward_input_ms for stage in problem.stages)
     fused = fmean(stage.fused_backward_ms for stage in problem.stages)

@@ -1,12 +1,12 @@
-"""A rule for each device: serial, GPipe, 1F1B and interleaved; those of pairs; those of slices.
+"""Schedules with a fixed rule per device: serial, GPipe, 1F1B, interleaved, of pairs, of slices.
 
-DualPipeV and Megatron-Core's combined 1F1B run forwards and backwards in pairs; a pair that the
-problem does not allow is run as its two passes, the forward first.
+DualPipeV and Megatron-Core's combined 1F1B run forwards and backwards in pairs. A pair that the
+problem does not allow runs as its two passes, the forward first.
 
-Seq1F1B and SlimPipe are of slices: micro-batches are slices of samples. Both run samples first in,
-first out, the slices of one last in, first out: a slice's keys and values get gradients from all
-later ones. Both are a rule of how many slices a device holds at most; they run one F after the
-other until so many are there, then a B and an F in turn, then the rest.
+In Seq1F1B and SlimPipe, micro-batches are slices of samples. Samples run first in, first out. The
+slices of a sample run last in, first out: a slice's keys and values get gradients from all later
+ones. Both rules set the maximum number of slices that a device holds. A device runs forwards up to
+this number, then one B and one F in turn, then the rest.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def build_interleaved(problem: Problem) -> Programs:
     Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", section 2.2.
 
-    Rule: p devices in a loop hold v chunks each; stage k stands on device k mod p. Micro-batches go
-    in groups of p: a device runs the forwards of its first chunk for the whole group, then those of
-    its second, ...; the fused backwards in the same groups, last chunk first. Device r runs 2(p - 1
-    - r) + (v - 1)p forwards, then alternates one forward and one backward, then drains. The paper
-    asks for m to be a multiple of p; here m is rounded up to one, and the actions of the
-    micro-batches too many are left out, which cannot make the programs wait in a circle. Memory:
-    device r holds at most min(m v, 2(p - 1 - r) + (v - 1)p + 1) micro-batches of one chunk, which
-    on the first is the paper's p(1 + (p - 1)/(p v)) of a whole device's. Bubble at equal times and
-    free communication: (p - 1)(F + B)/v with F and B of all chunks together. It ignores memory
-    limits, unequal chunks, offload and recompute.
+    Rule: p devices in a loop hold v chunks each; stage k is on device k mod p. Micro-batches go in
+    groups of p. A device runs the forwards of its first chunk for the whole group, then those of
+    its second, ... It runs the fused backwards in the same groups, last chunk first. Device r runs
+    2(p - 1 - r) + (v - 1)p forwards, then alternates one forward and one backward, then drains. The
+    paper requires m to be a multiple of p. Here m is rounded up to a multiple, and the actions of
+    the surplus micro-batches are left out, which cannot cause a deadlock. Memory: device r holds at
+    most min(m v, 2(p - 1 - r) + (v - 1)p + 1) micro-batches of one chunk. On the first device that
+    is the paper's p(1 + (p - 1)/(p v)) of a whole device's. Bubble at equal times and free
+    communication: (p - 1)(F + B)/v with F and B of all chunks together. It ignores memory limits,
+    unequal chunks, offload and recompute.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def _program(rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
 
 
 def in_groups(kind: ActionType, rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
-    """Return a rank's forwards or backwards in order, m rounded up to whole groups."""
+    """Return a rank's forwards or backwards in order, with m rounded up to whole groups."""
     order = range(chunks) if kind is ActionType.FORWARD else reversed(range(chunks))
     stages = [chunk * num_ranks + rank for chunk in order]
     return [
@@ -107,11 +107,10 @@ def in_groups(kind: ActionType, rank: int, num_ranks: int, chunks: int, m: int) 
 def build_serial(problem: Problem) -> Programs:
     """Serial execution: one micro-batch after the other, no overlap at all.
 
-    Not a published schedule but the floor under all of them: it fits wherever anything fits (the
-    proof is in `optpipe_solver.smallest_memory`), so that every feasible problem has a schedule.
-    Slices run sample after sample, stage by stage and back in the reverse order. Memory: one
-    micro-batch, or sample. Makespan: m times the critical path; the bubble is all of the rest.
-    What it ignores: everything but memory.
+    Not a published schedule. It fits whenever any schedule fits (`optpipe_solver.smallest_memory`
+    has the proof), so that every feasible problem has a schedule. Slices run sample after sample,
+    stage by stage and back in the reverse order. Memory: one micro-batch, or sample. Makespan: m
+    times the critical path; the bubble is the rest. It ignores everything but memory.
 
     Raises
     ------
@@ -142,14 +141,14 @@ def build_gpipe(problem: Problem) -> Programs:
     """GPipe: all forwards, then all backwards.
 
     Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-    Parallelism", section 2.3; with several stages on a device it is the breadth-first schedule of
+    Parallelism", section 2.3. With several stages on a device it is the breadth-first schedule of
     Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 3.
 
     Rule: every device runs the forwards of its stages in model order, each for all micro-batches,
-    then the fused backwards of its stages in reverse. Micro-batches go first in, first out in both
-    (the paper's figure runs backwards last in, first out; for equal micro-batches neither time nor
-    memory differs). Memory: all m micro-batches on every stage. Bubble at equal times, one stage
-    per device: (p - 1)(F + B), i.e. a makespan of (m + p - 1)(F + B), as 1F1B. It ignores memory
+    then the fused backwards of its stages in reverse. Micro-batches go first in, first out in both.
+    The paper's figure runs backwards last in, first out; for equal micro-batches neither time nor
+    memory differs. Memory: all m micro-batches on every stage. Bubble at equal times, one stage per
+    device: (p - 1)(F + B), the same as 1F1B. The makespan is (m + p - 1)(F + B). It ignores memory
     limits, offload and the paper's recompute.
     """
     microbatches = range(problem.num_microbatches)
@@ -202,12 +201,12 @@ def build_recompute_1f1b(problem: Problem) -> Programs:
     et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     sections 2.2 and 3.5; 1F1B-R in Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
 
-    Rule: 1F1B, where every forward keeps only its checkpoint and every backward is preceded by a
-    recompute, on every stage, the last included (Megatron-LM's ``full`` granularity). The recompute
-    needs no gradient, so it starts while the device still waits for one. Memory: stage s of S holds
-    min(m, S - s) checkpoints and one whole activation. Bubble at equal times: at most (S - 1)(F + R
-    + B) beside the m R of recompute on every device. It ignores memory limits, offload, and that
-    recomputing on the last stage, or only where memory asks for it, would be cheaper.
+    Rule: 1F1B in which every forward keeps only its checkpoint and a recompute precedes every
+    backward. This holds on every stage, the last included (Megatron-LM's ``full`` granularity). The
+    recompute needs no gradient, so it starts while the device still waits for one. Memory: stage s
+    of S holds min(m, S - s) checkpoints and one whole activation. Bubble at equal times: at most
+    (S - 1)(F + R + B), in addition to m R of recompute on every device. It ignores memory limits
+    and offload. Skipping recompute on the last stage, or where memory suffices, would be cheaper.
 
     Raises
     ------
@@ -235,17 +234,17 @@ def build_seq1f1b(problem: Problem) -> Programs:
     """Seq1F1B: 1F1B whose unit is a slice of a sequence.
 
     Sun et al. 2024, "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language
-    Model Training", arXiv 2406.03488: of the paper the abstract could be read, the rule and its
-    numbers are those of the authors' code (thunlp/Seq1F1B, Megatron-LM with ``pipe_sp_splits``).
+    Model Training", arXiv 2406.03488. Only the abstract was available; the rule and its numbers are
+    those of the authors' code (thunlp/Seq1F1B, Megatron-LM with ``pipe_sp_splits``).
 
-    Rule: device r of p runs p - r - 2 + n forwards of slices, n slices per sample, then alternates
-    one forward and one backward, then drains. Backwards come sample after sample, the last slice of
-    each first. The backward is fused. With samples of several sizes n is the most that any backward
-    has to wait for: the largest. Memory: device r holds at most n + p - 1 - r slices, of 1F1B's
-    n (p - r). Bubble at equal times per slice: (p - 1)(F + B)/n with F and B of a whole sample;
-    longer where later slices attend to more and take longer, which the paper answers by slices of
-    equal work: that is whoever makes the problem's to choose. Where slices are whole samples it is
-    1F1B. It ignores memory limits, offload and recompute, and its interleaved variant is left out.
+    Rule: with n slices per sample, device r of p runs p - r - 2 + n forwards of slices. It then
+    alternates one forward and one backward, then drains. Backwards run sample after sample, the
+    last slice of each first. The backward is fused. With samples of several sizes, n is the size of
+    the largest. Memory: device r holds at most n + p - 1 - r slices; 1F1B holds n (p - r). Bubble
+    at equal times per slice: (p - 1)(F + B)/n with F and B of a whole sample. It is longer if later
+    slices attend to more tokens and take longer. The paper avoids this with slices of equal work;
+    here the problem defines the slices. If slices are whole samples, this is 1F1B. It ignores
+    memory limits, offload and recompute, and its interleaved variant is left out.
 
     Raises
     ------
@@ -261,25 +260,25 @@ def build_slimpipe(problem: Problem) -> Programs:
     """SlimPipe: slices of equal length, on a line or interleaved.
 
     Li et al. 2025, "SlimPipe: Memory-Thrifty and Efficient Pipeline Parallelism for Long-Context
-    LLM Training", arXiv 2504.14519: of the paper the abstract could be read. The number of slices
-    in flight is that of code that calls itself SlimPipe's (``pipelining_with_slicing``), the order
-    of chunks that of another's (``SlimPipeSchedule``); interleaved, both together are ours.
+    LLM Training", arXiv 2504.14519. Only the abstract was available. The number of slices in flight
+    is that of other code with this name (``pipelining_with_slicing``). The order of chunks is that
+    of a third (``SlimPipeSchedule``). The interleaved combination of both is ours.
 
     Rule: p devices hold v chunks each, as a line (v = 1) or a loop, stage k on device k mod p. The
-    n slices of a sample go in groups of p: a device runs a group's forwards of its first chunk, of
-    its second, ..., then the next group's; the backwards in exactly the reverse order, sample after
-    sample. Device r holds up to n v + 2(p - 1 - r) slices of a chunk, then alternates one backward
-    and one forward. Memory: (1 + 2(p - 1)/(n v))/p of what one sample holds on all devices: about
-    one sample's part, where 1F1B holds p of them. Bubble at equal times per slice:
-    (p - 1)(F + B)/(n v) with F and B of a whole sample and of all chunks. It ignores memory limits,
-    offload, and the paper's context exchange, which lets other devices attend for the one whose
-    slice is the longest: a pass on two devices is no action here.
+    n slices of a sample go in groups of p. A device runs a group's forwards of its first chunk, of
+    its second, ..., then the next group's. It runs the backwards in exactly the reverse order,
+    sample after sample. Device r holds up to n v + 2(p - 1 - r) slices of a chunk, then alternates
+    one backward and one forward. Memory: (1 + 2(p - 1)/(n v))/p of what one sample holds on all
+    devices: about one sample's part; 1F1B holds p of them. Bubble at equal times per slice:
+    (p - 1)(F + B)/(n v) with F and B of a whole sample and of all chunks. It ignores memory limits
+    and offload. It leaves out the paper's context exchange, because no action here is a pass on two
+    devices. There, other devices attend for the device with the longest slice.
 
     Raises
     ------
     NotApplicable
-        If there are no samples, the placement is neither a line nor a loop, or in a loop the
-        samples are no equal numbers of slices, a multiple of p.
+        If there are no samples, the placement is neither a line nor a loop, or, in a loop, the
+        samples do not all have the same number of slices, a multiple of p.
     """
     _some_slices(problem)
     if all(len(stages) <= 1 for stages in problem.stages_of):
@@ -332,7 +331,7 @@ def _in_turn(
 
 
 def _forwards(problem: Problem, chunks: int, group: int) -> list[tuple[int, int]]:
-    """Return chunk and micro-batch of a device's forwards, in order."""
+    """Return the chunk and micro-batch of a device's forwards, in order."""
     if problem.order == "given":
         return [(0, j) for j in range(problem.num_microbatches)]
     return list(chain.from_iterable(_units(sample, chunks, group) for sample in problem.samples))
@@ -367,13 +366,14 @@ def build_dualpipe_v(problem: Problem) -> Programs:
     Liu et al. 2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.2.1, cut in half
     (DeepSeek's ``dualpipev``); the order is that of torch 2.13's ``ScheduleDualPipeV``.
 
-    Rule: of p devices in a V, device r runs 2(p - 1 - r) forwards of its first chunk, then r + 1
-    times a forward of each, p - 1 - r times I, W and F of its second chunk; then, m - 2p + r + 1
-    times, the pairs of F of the first with B of the second chunk and the other way round; p - 1 - r
-    times B of the second and the pair of F of the second and B of the first; then the backwards
-    that are left, the latter half of them split so that their W fill the waits. Memory: 2p + 1
-    activations of one chunk. Bubble at equal times, pairs as long as one pass after the other: (p -
-    1)(F + 2B - 3W), B both of I and W. It ignores memory limits, unequal chunks, offload and
+    Rule: each of p devices in a V has a first and a second chunk. Device r first runs 2(p - 1 - r)
+    forwards of the first chunk. Then it runs r + 1 times a forward of each chunk, and p - 1 - r
+    times I, W and F of the second. Then, m - 2p + r + 1 times, it runs two pairs: F of the first
+    chunk with B of the second, and the reverse. Then, p - 1 - r times, it runs B of the second
+    chunk, and the pair of F of the second and B of the first. The remaining backwards follow; the
+    latter half of them is split so that their W fill the waits. Memory: 2p + 1 activations of one
+    chunk. Bubble at equal times, if a pair takes as long as its passes in turn:
+    (p - 1)(F + 2B - 3W), where B includes W. It ignores memory limits, unequal chunks, offload and
     recompute.
 
     Raises
@@ -425,7 +425,7 @@ class _VRow:
         for _ in range(down):
             self._add(second, _B)
             self._add_pair(second, first)
-        # From here on W are kept for the waits; on odd devices one pass earlier.
+        # From here on W are delayed to fill the waits; on odd devices one pass earlier.
         middle, odd = up // 2, self._rank % 2
         for turn in range(up):
             self._add(second, _I if turn > middle or (turn == middle and odd) else _B)
@@ -460,14 +460,14 @@ def build_overlapped_1f1b(problem: Problem) -> Programs:
     """Interleaved 1F1B whose forwards and backwards run in pairs, as in Megatron-Core.
 
     Megatron-Core's combined 1F1B (``overlap_moe_expert_parallel_comm``) on the interleaved schedule
-    of Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; Kimi K2 trains so.
+    of Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Kimi K2 was trained with it.
 
-    Rule: as interleaved 1F1B (`build_interleaved`), but each device runs one forward more before it
-    alternates: then the backward beside a forward is never of the same micro-batch, and the two run
-    together. Memory: device r of p with v chunks holds at most min(m v, 2(p - 1 - r) + (v - 1)p +
-    2) micro-batches of one chunk. Bubble: no formula. On one device with one stage, where
-    Megatron-Core has it too, every F but the first runs with the B before. It ignores memory
-    limits, unequal chunks, offload and recompute.
+    Rule: as interleaved 1F1B (`build_interleaved`), but each device runs one more forward before it
+    alternates. Then a forward and the backward next to it are never of the same micro-batch, and
+    the two run as a pair. Memory: device r of p with v chunks holds micro-batches of one chunk, at
+    most min(m v, 2(p - 1 - r) + (v - 1)p + 2). Bubble: no formula. On one device with one stage,
+    which Megatron-Core supports too, every F but the first runs with the B before it. It ignores
+    memory limits, unequal chunks, offload and recompute.
 
     Raises
     ------
@@ -506,7 +506,7 @@ def _needs_pairs(problem: Problem) -> None:
 
 
 def _together(problem: Problem, forward: Action, backward: Action) -> Program:
-    """Return a pair where the problem allows it, else its two passes one after the other."""
+    """Return a pair if the problem allows it, else its two passes one after the other."""
     key = forward.stage, backward.stage, backward.type.value
     allowed = key in problem.hidden_ms and forward.cell != backward.cell
     return forward, backward._replace(paired=allowed)

@@ -1,4 +1,4 @@
-"""Questions the published rules ask of a placement."""
+"""Properties of a placement that the published rules require, and `NotApplicable`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def programs_by_device(problem: Problem, by_stage: list[list[Action]]) -> Progra
 
 
 def chunks_of_loop(problem: Problem) -> int:
-    """Return how many stages each device holds where stage k stands on the (k mod p)-th device.
+    """Return how many stages each device holds if stage k is on the (k mod p)-th device.
 
     The p devices may be numbered in any order, and devices without a stage do not count.
 
@@ -68,7 +68,7 @@ def chunks_of_loop(problem: Problem) -> int:
 
 
 def devices_of_v(problem: Problem) -> int:
-    """Return p where p devices hold two stages each, k and 2p - 1 - k: down and up again.
+    """Return p if p devices hold two stages each, k and 2p - 1 - k: down and up again.
 
     The p devices may be numbered in any order, and devices without a stage do not count.
 
@@ -90,7 +90,7 @@ def devices_of_v(problem: Problem) -> int:
 
 
 def fusing_pays(problem: Problem) -> bool:
-    """Whether B in place of I and W saves time or bytes on some stage."""
+    """Whether B instead of I and W saves time or bytes on some stage."""
     return any(fusing_may_pay(problem, s) for s in range(len(problem.stages)))
 
 

@@ -3,22 +3,22 @@
 PipeOffload, arXiv 2503.01328, sections 3.2 (selective offload) and 4.
 
 Rule: a chunk of a loop placement lives from its F to its I, the first chunk longest. PO-H is GIS-H
-with the floor(v / 2) longest-lived of every device's v chunks offloaded, PO-F is GIS with all of
-them. Copies go out behind the F and come back just before the I. What moves is as much as lowers
-the peak without delaying anything (`hide_offload`). Where copies are too slow for that (one-way
-time over a chunk's F + I + W above 1/2 on a half-duplex lane), the published planner refuses; here
-what cannot be hidden stays. Under a memory limit below that, as much moves as the limit asks for,
-of these chunks or of all, and stalls are taken.
+that offloads the floor(v / 2) longest-lived of every device's v chunks, PO-F is GIS that offloads
+all of them. Copies go out after the F and come back just before the I. As much is offloaded as
+lowers the peak without delaying any pass (`hide_offload`). Copies are too slow for that if their
+one-way time over a chunk's F + I + W is above 1/2 on a half-duplex lane. The published planner then
+refuses; here the activations whose copies cannot be hidden stay. If the memory limit is lower, as
+much is offloaded as it requires, of these chunks or of all, at the cost of stalls.
 
-Lane models: that of the problem. Half duplex with a PCIe pair (``half_duplex`` and ``pcie_group``):
-each device's copies out and back exclude each other, as the paper's alternating slots of one round
-trip, in which one of the pair sends while the other receives. Full duplex: both directions have a
-lane of their own.
+Lane models: that of the problem. With half duplex and a PCIe pair (``half_duplex`` and
+``pcie_group``), each device's copies out and back exclude each other. This models the paper's
+alternating slots of one round trip, in which one of the pair sends while the other receives. With
+full duplex, each direction has a lane of its own.
 
-Memory, in units of a device's micro-batch (v chunks), for d devices: PO-H (v + 2) / (8 v) of d;
-asymptotic in d, since what is in transit, and a group's worth of F in a row, come on top. PO-F O(1
-/ (v d)) of GIS's. Bubble: that of GIS-H and GIS. It ignores host limits until it has to fit them,
-recompute, and the fused backward.
+Memory, in units of a device's micro-batch (v chunks), for d devices: PO-H (v + 2) / (8 v) of d,
+asymptotically; bytes in transit and a group of consecutive F come on top. PO-F O(1 / (v d)) of
+GIS's. Bubble: that of GIS-H and GIS. It ignores host limits until it has to fit them, recompute,
+and the fused backward.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ _FIT_TRIES = 2
 
 
 def build_greedy(problem: Problem) -> Programs:
-    """The Zero Bubble greedy under any memory limit, with offload where nothing else fits.
+    """The Zero Bubble greedy under any memory limit, with offload if nothing else fits.
 
     After Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1.
 
-    Rule: list scheduling (`ListRule.GREEDY`) over a small grid of policies - how eagerly weight
-    gradients fill idle time, how many micro-batches a stage keeps in flight, fused or split
-    backward - each first under the memory limit itself, then under larger, virtual limits whose
-    excess `fit` offloads or recomputes. The best simulated schedule wins. Memory: at most
-    the limit. Bubble: no formula, what the simulation says of the best. What it ignores: it never
-    looks ahead, and micro-batches go first in, first out.
+    Rule: list scheduling (`ListRule.GREEDY`) over a small grid of policies. They vary how eagerly
+    weight gradients fill idle time, the micro-batches in flight per stage, and fused or split
+    backward. Each policy runs first under the memory limit itself, then under larger, virtual
+    limits whose excess `fit` offloads or recomputes. The best simulated schedule wins. Memory: at
+    most the limit. Bubble: no formula; that of the best simulation. It ignores all later passes,
+    and micro-batches go first in, first out.
 
     Raises
     ------
@@ -227,18 +227,18 @@ def build_gis(problem: Problem) -> Programs:
 
     For a loop placement: d devices with v chunks each, chunk c of the k-th device is stage c d + k.
 
-    Rule: micro-batches go through the chunks in groups of g, ceil(d / 2) <= g <= d: a group's
-    forwards of chunk 0, then of chunk 1, ... The k-th device runs g (v - 1) + d - k forwards, then
-    one I, its W right behind, and one forward in turn, the I's in the same order of groups, last
-    chunk first. Inside a building block the k-th device starts F of chunk c and the group's i-th
-    micro-batch at slot 3 (g c + i) + k, and its I at 3 (g (v - 1) + g (v - 1 - c) + i) + 3 (d - 1)
-    + 1 - 2 k; the order of these slots is the program. GIS proper is g = d, GIS-H is g =
+    Rule: micro-batches go through the chunks in groups of g, ceil(d / 2) <= g <= d. A group runs
+    its forwards of chunk 0, then of chunk 1, ... The k-th device runs g (v - 1) + d - k forwards.
+    It then alternates one I, followed by its W, and one forward. The I's go in the same order of
+    groups, last chunk first. The program is the order of slots in a building block. For chunk c and
+    the group's i-th micro-batch, the k-th device starts F at slot 3 (g c + i) + k, and I at
+    3 (g (v - 1) + g (v - 1 - c) + i) + 3 (d - 1) + 1 - 2 k. GIS proper is g = d, GIS-H is g =
     ceil(d / 2).
 
     Memory: g (v - 1) + d chunk activations on the first device, g (v - 1) + d - k on the k-th. In
     units of a device's micro-batch (v chunks) that is d for g = d. Bubble at equal times and m a
-    multiple of g: (d - 1)(F + I), plus (v - 1) times (d - g) F + max(0, d I - g (I + W)) for
-    smaller groups. It ignores memory limits, offload, recompute and the fused backward.
+    multiple of g: (d - 1)(F + I). Smaller groups add (v - 1) times (d - g) F + max(0, d I - g (I +
+    W)). It ignores memory limits, offload, recompute and the fused backward.
 
     Raises
     ------
@@ -278,7 +278,7 @@ def _device_program(k: int, d: int, chunks: int, group: int, m: int) -> Program:
     backward_at = start + 3 * group * (2 * (chunks - 1) - chunk) + 3 * (d - 1) + 1 - 2 * k
     order = np.argsort(np.concatenate([forward_at, backward_at]), kind="stable")
     is_backward, cell = np.divmod(order, j.size)
-    # Every I stands twice: the second time it is the W right behind it, 2 in _TYPES.
+    # Every I is repeated; the second entry becomes the W right after it, 2 in _TYPES.
     times = 1 + is_backward
     cell, kind = np.repeat(cell, times), np.repeat(is_backward, times)
     kind[np.cumsum(times) - 1] *= 2
@@ -290,14 +290,14 @@ def build_gis_h(problem: Problem) -> Programs:
     """GIS-H: the interleaved schedule with about half of GIS's memory.
 
     PipeOffload, arXiv 2503.01328, section 4: GIS with the smallest group that keeps the steady
-    state free of bubbles. ListRule: g = ceil(d / 2), more where the stages are so unequal that g
-    micro-batches of the busiest do not cover one pass through a chunk's devices: g max(F + I + W)
-    >= sum F and >= sum I, up to d.
+    state free of bubbles. Rule: g = ceil(d / 2). It is larger, up to d, if the stages are too
+    unequal. Then g micro-batches of the busiest stage must cover one pass through a chunk's
+    devices: g max(F + I + W) >= sum F and >= sum I.
 
-    Memory: g (v - 1) + d chunk activations, for even d in units of a device's micro-batch (v
-    chunks) d (v + 1) / (2 v); for odd d one half of (v - 1) / v more. Bubble at equal times: (d -
-    1)(F + I) + (v - 1)(d / 2)(F + I - W) for even d. It ignores memory limits, offload, recompute
-    and the fused backward.
+    Memory: g (v - 1) + d chunk activations. For even d, in units of a device's micro-batch (v
+    chunks), that is d (v + 1) / (2 v). For odd d it is one half of (v - 1) / v more. Bubble at
+    equal times: (d - 1)(F + I) + (v - 1)(d / 2)(F + I - W) for even d. It ignores memory limits,
+    offload, recompute and the fused backward.
 
     Raises
     ------
@@ -334,17 +334,17 @@ _FEW_BASES = 2
 
 
 def build_ada_offload(problem: Problem) -> Programs:
-    """A start after AdaOffload: as many forwards ahead as without limits, offloaded where needed.
+    """A start after AdaOffload: as many forwards ahead as without limits, offloaded if needed.
 
-    OptPipe, arXiv 2510.05186, its section on the initial schedule: the MILP there starts from one
-    that offloads adaptively, only as much as the limit needs, and is tight otherwise.
+    OptPipe, arXiv 2510.05186, its section on the initial schedule. Its MILP starts from a tight
+    schedule that offloads adaptively, only as much as the limit requires.
 
-    Rule: take tight schedules that ignore memory - ZB-H1 and 1F1B on a line, GIS and GIS-H on a
-    loop, list scheduling with 1F1B's depth on any placement - and make each fit (`fit`). The best
-    simulated one wins; large problems try only the first two. Memory: at most the limit. Bubble:
-    that of the schedule taken, plus stalls where copies cannot be hidden. It ignores that another
-    order of F and I could need fewer copies, and so gives up where the parts that cannot move of
-    all micro-batches ahead exceed the limit.
+    Rule: take tight schedules that ignore memory, and make each fit (`fit`). These are ZB-H1 and
+    1F1B on a line, GIS and GIS-H on a loop, and list scheduling with 1F1B's depth on any placement.
+    The best simulated one wins; large problems try only the first two. Memory: at most the limit.
+    Bubble: that of the schedule taken, plus stalls if copies cannot be hidden. It ignores that
+    another order of F and I could need fewer copies. So it fails if the bytes of the micro-batches
+    in flight that cannot be moved exceed the limit.
 
     Raises
     ------

@@ -2,8 +2,8 @@
 
 Annealing (Kirkpatrick et al. 1983) changes the waits of one micro-batch along its chain and the
 period of a building block. The list scheduler (`ListRule.BLOCK`) turns each block into a schedule.
-So warm-up and cool-down count, memory limits are kept, and the size of the search space does not
-depend on the number of micro-batches. docs/solve.md has the measured gain.
+So the cost includes warm-up and cool-down, and schedules keep the memory limits. The search space
+does not grow with the number of micro-batches. docs/solve.md has the measured gain.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def blocks_can_improve(problem: Problem) -> bool:
 
 
 def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
-    """Polish building blocks and offer what they are squeezed to as ``periodic``.
+    """Polish building blocks and offer their squeezed schedules as ``periodic``.
 
-    The incumbent need not hold a schedule yet. Where work is limited, what is offered is a function
-    of problem and seed, as long as time does not end it.
+    The incumbent need not hold a schedule yet. If a work limit, not a time limit, ends the search,
+    the offers depend only on problem and seed.
     """
     problem = best.problem
     rule = "equal micro-batches in a free order, without pairs"
@@ -91,7 +91,7 @@ class _PolishRounds:
         self.rounds = 0
 
     def next(self) -> bool:
-        """Polish one block for a round, offer it where it got better; return whether to go on."""
+        """Polish one block for a round, offer it if it improved; return whether to continue."""
         polishers = self.polishers
         is_beaten = polishers and polishers[0].best_ms > _BEATEN * self.best.objective_ms
         if self._is_over() or not polishers or is_beaten:
@@ -146,14 +146,14 @@ class BlockPolisher:
     block
         Where it starts.
     fused
-        Whether B stands for I and W.
+        Whether B replaces I and W.
     seed
-        What is tried is a function of it.
+        The moves depend only on it.
 
     Attributes
     ----------
     best_ms
-        The length of the best schedule so far, inf where none fits.
+        The length of the best schedule so far, inf if none fits.
     """
 
     def __init__(self, problem: Problem, block: BuildingBlock, *, fused: bool, seed: int) -> None:
@@ -184,7 +184,7 @@ class BlockPolisher:
         return self.best_ms < before
 
     def result(self) -> ListSchedule | None:
-        """Return the best block squeezed for all micro-batches; None where none fitted."""
+        """Return the best block squeezed for all micro-batches; None if none fits."""
         return self._squeezed(self.best, None)
 
     def _neighbour(self) -> _BlockCourse:

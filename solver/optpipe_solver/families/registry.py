@@ -1,21 +1,22 @@
-"""What a family is, the list of all, and re-placed copies that those for a loop or a V can take.
+"""The type `Family`, the list of all families, and re-placed copies for loop and V families.
 
-Every stage of a problem with one stage per device is split into v equal parts in model order; the
-parts k = 0, 1, ... go to the devices loop-wise (0..p-1, 0..p-1, ...) or V-wise (0..p-1, p-1..0,
-0..p-1, ...), in the order in which the original line visits them. What the copy assumes:
+A re-placed copy splits every stage of a problem with one stage per device into v equal parts in
+model order. The parts k = 0, 1, ... go to the devices loop-wise (0..p-1, 0..p-1, ...) or V-wise
+(0..p-1, p-1..0, 0..p-1, ...). Devices are numbered in the order in which the original line visits
+them. The copy makes these assumptions:
 
 * Times (F, I, W, B, recompute, gradient reduction) are divided by v. Bytes (activation, weight
   context, offload, static) are divided so that the parts of a stage sum up exactly to it.
 * A boundary inside a stage is as wide as the wider of the stage's own two; the stage's last part
   keeps its output_bytes. So transformers, of equal width everywhere, come out right.
-* checkpoint_bytes are divided too (a checkpoint per layer), but no part keeps less than the input
-  it receives, as far as its activation goes: with one checkpoint per stage the total grows.
+* checkpoint_bytes are divided too (a checkpoint per layer). No part keeps less than the input that
+  it receives, or its activation if smaller: with one checkpoint per stage the total grows.
 * Workspaces are not divided: they are the peak of one layer, not a sum over layers.
-* A loop sends from the last device to the first. Where the problem's neighbours are linked and
-  these two are not, they get the slowest of the neighbours' links: a ring is rarely better.
-* Where stages say their layers, each must hold transformer layers only, v times a number: parts
-  are whole layers. How much of a stage is the embedding's or the head's the problem does not say,
-  so such a stage is not split. Where a stage does not say its layers, the copy is a guess.
+* A loop sends from the last device to the first. If the problem's neighbours are linked and these
+  two are not, they get the slowest of the neighbours' links: a ring is rarely better.
+* If stages list their layers, each must hold only transformer layers, a multiple of v: parts are
+  whole layers. The problem does not say how much of a stage belongs to the embedding or the head,
+  so such a stage is not split. If a stage does not list its layers, the copy is a guess.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ class Limit(StrEnum):
 class Family:
     """A rule that turns a problem into programs.
 
-    ``rule`` returns programs that are legal but for memory limits it may ignore, or raises
-    `NotApplicable` with the reason; `build` first checks that the family supports
-    the problem. ``summary`` is one sentence for whoever chooses a method.
-    ``knows_slices``: whether it keeps the order of samples; others are asked about whole ones.
+    ``rule`` returns legal programs, except that it may ignore memory limits, or raises
+    `NotApplicable` with the reason. `build` first checks that the family supports the problem.
+    ``summary`` is one sentence for the user who chooses a method. ``knows_slices``: whether the
+    rule keeps the order of samples; other rules get whole samples.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Family:
         return problem.is_even or self.knows_slices
 
     def build(self, problem: Problem) -> Programs:
-        """Return the programs of the rule; `NotApplicable` with the reason where there are none."""
+        """Return the programs of the rule, or raise `NotApplicable` with the reason."""
         if not self.supports(problem):
             raise NotApplicable(
                 NotApplicableReason.NEEDS_EQUAL_MICROBATCHES,
@@ -321,7 +322,7 @@ def _check_size(problem: Problem, chunks: int) -> None:
 
 
 def _position(kind: Shape, part: int, num_devices: int) -> int:
-    """Return where on the line of devices a part stands."""
+    """Return the position of a part on the line of devices."""
     round_, at = divmod(part, num_devices)
     match kind:
         case "loop":

@@ -1,23 +1,25 @@
-"""The automatic Zero Bubble scheduler: ZB-1p, ZB-2p, and every memory limit around them.
+"""The automatic Zero Bubble scheduler: ZB-1p, ZB-2p, and other memory limits.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1.
 
-Rule: a stage warms up with as many forwards as end before its first I arrives and memory admits,
-then alternates F and I; W fills gaps it fits into, and is run early where memory asks for it; in
-the end all remaining W. Hyper-parameters, all combinations tried, best simulated schedule kept:
-one more F in the warm-up although it delays the first I; W into gaps shorter than itself, always,
-never, or where the stage would become the one with most idle time; and whether an F goes behind an
-I that it would delay. The paper alternates strictly; then, with little memory, a stage waits for an
-F that its own I must first make possible. Here an F never makes a stage wait while an I is there:
-below p activations (and down to one) the schedule only gets slower.
+Rule: the warm-up of a stage is as many forwards as fit into memory and end before its first I
+arrives. The stage then alternates F and I. W fills gaps that it fits into, and runs early if memory
+requires it. All remaining W run at the end. Hyper-parameters: all combinations are tried, and the
+best simulated schedule is kept. The warm-up may have one more F although it delays the first I. W
+fills gaps shorter than itself always, never, or if the stage would otherwise become the one with
+the most idle time. An F that would delay an I may run after it.
 
-Memory: at most the limit, in bytes, workspaces included; ZB-1p is the limit of p activations (as
+The paper alternates strictly. With little memory, a stage then waits for an F that its own I must
+first make possible. Here an F never makes a stage wait while an I is ready: below p activations
+(and down to one) the schedule only gets slower.
+
+Memory: at most the limit, in bytes, workspaces included. ZB-1p is the limit of p activations (as
 much as 1F1B's first stage, but on every stage), ZB-2p of 2p. Bubble at equal times: that of ZB-H1
 at p, and close to zero from 2p - 1 on. It ignores the fused backward, offload and recompute, and
 micro-batches go first in, first out.
 
 One run of the rule is compiled (`plan_line`): stages are 0 .. S - 1 in model order, each alone on
-its device. Its clock only steers and ranks; it is exactly that of `optpipe.simulate`, as is tested.
+its device. Its clock only steers and ranks; tests check that it equals `optpipe.simulate` exactly.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class GreedyRun(NamedTuple):
     """The state of one run, and in the end its result.
 
     ``kinds[s, :filled[s]]`` is the program of stage s: the k-th action of a kind is that of
-    micro-batch k. ``first`` and ``free`` are when it starts and ends, ``memory`` are bytes held.
+    micro-batch k. It starts at ``first`` and ends at ``free``; ``memory`` are the bytes held.
     """
 
     times: TimeArrays
@@ -99,10 +101,10 @@ def plan_line(
     one_more
         Whether the warm-up ends with a forward that delays the first I rather than with a gap.
     small_gaps
-        Whether a W longer than the gap is put into it: 0 = never, 1 = where the stage would
-        otherwise become the one with most idle time, 2 = always.
+        Whether a W longer than the gap is put into it: 0 = never, 1 = if the stage would otherwise
+        become the one with the most idle time, 2 = always.
     patient
-        Whether an F that would delay a known I goes behind it; else only one that arrives later.
+        Whether an F that would delay a known I runs after it; else only an F that arrives later.
     """
     num_stages, m = times.num_stages, times.num_microbatches
     plan = GreedyRun(
@@ -144,8 +146,8 @@ def _play(plan: GreedyRun, warmup: Ints, small_gaps: int, patient: bool) -> None
 def _warmup_counts(times: TimeArrays, memory: MemoryArrays, one_more: bool) -> Ints:
     """Return how many forwards each stage runs before its first I.
 
-    As many as end before that I arrives, and memory admits here and on every stage before; the
-    arrivals follow from the last stage to the first.
+    These are as many as end before that I arrives and fit into memory, here and on every earlier
+    stage. The arrivals are computed from the last stage to the first.
     """
     num_stages, m = times.num_stages, times.num_microbatches
     ends = np.empty((num_stages, m))
@@ -237,7 +239,7 @@ def _most_idle(plan: GreedyRun) -> float:
 
 @lean
 def _make_room(plan: GreedyRun, s: int, kind: int) -> None:
-    """Run weight gradients until an F or I fits, and behind it any W."""
+    """Run weight gradients until an F or I fits, and any W after it."""
     memory = plan.bytes
     while plan.done[WEIGHT, s] < plan.done[INPUT, s] or kind == INPUT:
         behind = memory.adds[kind, s, 0] + memory.rises[WEIGHT, s, 0]
@@ -249,7 +251,7 @@ def _make_room(plan: GreedyRun, s: int, kind: int) -> None:
 
 @lean
 def _holds(memory: MemoryArrays, s: int, in_flight: int) -> bool:
-    """Whether, no W waiting, a stage has room for so many micro-batches and for finishing one."""
+    """Whether, if no W waits, so many micro-batches fit into a stage, and one can be finished."""
     finishing = max(
         memory.rises[INPUT, s, 0], memory.adds[INPUT, s, 0] + memory.rises[WEIGHT, s, 0]
     )
@@ -331,7 +333,7 @@ def _with_activations(problem: Problem, number: int) -> Programs:
 
 
 def _beside(stage: Stage) -> int:
-    """Return what a stage needs beside its activations to run any one action."""
+    """Return the bytes a stage needs in addition to its activations to run any one action."""
     growth = stage.weight_context_bytes - stage.activation_bytes
     return max(
         stage.forward_workspace_bytes,
@@ -379,11 +381,11 @@ def _program(plan: GreedyRun, stage: int) -> Iterator[Action]:
 def build_zb_h1(problem: Problem) -> Programs:
     """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1).
 
-    Rule: forwards and input gradients stand in 1F1B's order; stage s runs its W as soon as more
-    than s of them wait, so that in-flight forwards (S - s) and waiting W (s) together never exceed
-    S, and the rest fills the drain, one W after each I. Memory: S micro-batches on every stage (m
-    when fewer), as 1F1B's first stage. Bubble at equal times: (S - 1)(F + I - W). It ignores memory
-    limits, offload and recompute.
+    Rule: forwards and input gradients run in 1F1B's order. Stage s runs its W as soon as more than
+    s of them wait. So in-flight forwards (S - s) and waiting W (s) together never exceed S. The
+    rest fills the drain, one W after each I. Memory: S micro-batches on every stage (min with m),
+    as 1F1B's first stage. Bubble at equal times: (S - 1)(F + I - W). It ignores memory limits,
+    offload and recompute.
 
     Raises
     ------
@@ -398,13 +400,13 @@ def build_zb_h2(problem: Problem) -> Programs:
 
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2 and figure 3 (bottom).
 
-    Rule: as ZB-H1 with everything twice: stage s of S first runs 2(S - 1 - s) + 1 forwards, which
-    fills the wait for its first input gradient, then alternates I and F; a weight gradient lags 2s
-    micro-batches behind, so that the tail becomes a parallelogram: the devices end as staggered as
-    they began. Memory: stage s holds at most 2(S - s) - 1 micro-batches between F and I and 2s
-    between I and W, never above the 2S - 1 of the first stage (min with m). Bubble at equal times
-    and m >= 2S - 1: zero (span); the paper states (S - 1)(F + I - 2W) for its profiled times. It
-    ignores memory limits, unequal stages (the counts do not change with times), offload and
+    Rule: as ZB-H1 with all counts doubled. Stage s of S first runs 2(S - 1 - s) + 1 forwards, which
+    fill the wait for its first input gradient. It then alternates I and F. A weight gradient lags
+    2s micro-batches, so that the tail becomes a parallelogram: the devices end as staggered as they
+    began. Memory: stage s holds at most 2(S - s) - 1 micro-batches between F and I, and 2s between
+    I and W. The sum never exceeds the 2S - 1 of the first stage (min with m). Bubble (span) at
+    equal times and m >= 2S - 1: zero. The paper states (S - 1)(F + I - 2W) for its profiled times.
+    It ignores memory limits, unequal stages (the counts do not change with times), offload and
     recompute.
 
     Raises
@@ -416,7 +418,7 @@ def build_zb_h2(problem: Problem) -> Programs:
 
 
 def _handcrafted(problem: Problem, times: int) -> Programs:
-    """Return the programs with ``times`` as many forwards ahead and W behind as ZB-H1 has."""
+    """Return ZB-H1's programs with ``times`` as many forwards ahead and W delayed."""
     one_stage_per_device(problem)
     last, m = len(problem.stages) - 1, problem.num_microbatches
     by_stage = [_stage_program(s, times * (last - s), times * s, m) for s in range(last + 1)]
@@ -424,7 +426,7 @@ def _handcrafted(problem: Problem, times: int) -> Programs:
 
 
 def _stage_program(stage: int, ahead: int, lag: int, m: int) -> list[Action]:
-    """Return ``ahead`` forwards, then I and F in turn; W lag ``lag`` micro-batches behind I."""
+    """Return ``ahead`` forwards, then I and F in turn; W run ``lag`` micro-batches after I."""
     ahead = min(ahead, m)
     program = [Action(stage, ActionType.FORWARD, j) for j in range(ahead)]
     done_w = 0

@@ -1,4 +1,4 @@
-"""Compute programs made to fit: as arrays for the sweeps of `kernel`, and back again."""
+"""Make compute programs fit into memory, with the compiled sweeps of `kernel`."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Programs as integers, and the bytes of activations that each device then holds at most."""
+    """Programs as integers, and each device's peak bytes of activations."""
 
     rows: Rows
     peaks: tuple[int, ...]
 
 
 class Frame:
-    """One problem and its compute programs; ``offloading`` names the stages that may leave.
+    """One problem and its compute programs; ``offloading`` names the stages that may be offloaded.
 
-    `InputError` where programs hold transfers, recomputation or pairs.
+    `InputError` if programs contain transfers, recomputation or pairs.
 
     Stages that have a menu of their own (`Problem.has_modes`) keep everything.
 
@@ -73,7 +73,7 @@ class Frame:
 
     @cached_property
     def limits(self) -> tuple[int, ...]:
-        """Bytes of each device that activations may fill."""
+        """Bytes of each device for activations."""
         return tuple(int(limit) for limit in self.compiled.memory.limit)
 
     @cached_property
@@ -140,7 +140,7 @@ class Frame:
     def sweep_all(
         self, rules: Sequence[Rule], ran: Ran, limits: Sequence[int], host_limits: Sequence[int]
     ) -> Fitted | None:
-        """Fit every device, inputs arriving as in a run; None where one cannot be fitted.
+        """Fit every device, inputs arriving as in a run; None if one cannot be fitted.
 
         Rules and limits are per device.
         """
@@ -160,12 +160,12 @@ class Frame:
         return Fitted(Rows(actions, lengths, self._modes(actions, lengths)), tuple(peaks))
 
     def _modes(self, actions: Ints, lengths: Ints) -> Ints:
-        """Return the modes that the actions tell, by cell."""
+        """Return the modes that the actions imply, by cell."""
         none = np.zeros(self.compiled.times.num_cells, dtype=np.int64)
         return self.compiled.implied(Rows(actions, lengths, none))
 
     def decode(self, rows: Rows) -> Programs:
-        """Return the programs that rows of integers stand for."""
+        """Return the programs that rows of integers encode."""
         if rows is self.rows and not isinstance(self.programs, Rows):
             return self.programs
         return self.compiled.decode(rows)
@@ -244,20 +244,20 @@ def _peak(job: DeviceProgram) -> int:
     return int(max((after - np.minimum(job.delta, 0) + job.workspace).max(initial=0), 0))
 
 
-# --- Make compute programs fit: offload, and recompute where that fails, only as much as needed.
-# Each device's program is swept from top to bottom (`kernel`). Where an action does not fit,
-# whatever is estimated to delay least makes room: an activation goes to the host, a waiting weight
-# gradient runs earlier, or an activation is recomputed. What goes is copied out as early as its
-# lane was free since its forward, is released no sooner than its bytes are needed, and comes back
-# just in time. A few rules (which victim, how much slack) are tried, each again with the arrival
-# times that its own delays cause; the best in simulation wins. In the spirit of AdaOffload
-# (OptPipe, arXiv 2510.05186): no more is moved than the limit asks for.
+# --- Make compute programs fit: offload, and recompute if that fails, only as much as needed.
+# A sweep processes each device's program from top to bottom (`kernel`). If an action does not fit,
+# the sweep takes the option with the smallest estimated delay: offload an activation, run a waiting
+# weight gradient earlier, or recompute an activation. An offloaded activation is copied out as
+# early as its lane was free after its forward. It is released only when its bytes are needed, and
+# comes back just in time. A few rules (which victim, how much slack) are tried, each again with the
+# arrival times that its own delays cause; the best in simulation wins. In the spirit of AdaOffload
+# (OptPipe, arXiv 2510.05186), no more is moved than the limit requires.
 #
-# It keeps the order of F and I. What it ignores: a device sees the delays of others only through
-# the arrival times of the run before, and PCIe groups only as slower copies.
+# It keeps the order of F and I. A device sees the delays of others only through the arrival times
+# of the previous run, and PCIe groups only as slower copies.
 
 THOROUGH = 32
-"""``tries`` beyond which nothing is gained."""
+"""``tries``; more gain nothing."""
 
 _WORK = 800_000
 _FEWEST = 2
@@ -285,8 +285,8 @@ def fit(frame: Frame, tries: int = 4) -> Fit | None:
         Legal compute programs (F, I, W, B), over their memory limits or not. Those that fit come
         back as they are. The problem's limits are kept: device and host.
     tries
-        The most sweeps to choose from, up to `THOROUGH`; large problems get fewer, so that it
-        takes about a second. Fewer are made where one costs no time.
+        Maximum number of sweeps to choose from, up to `THOROUGH`. Large problems get fewer, so that
+        it takes about a second. It ends early if a sweep costs no time.
     """
     if frame.fits:
         return Fit(frame.base.objective_ms, frame, frame.rows)
@@ -311,7 +311,7 @@ class _Try(NamedTuple):
 
 
 def _best(frame: Frame, tries: int, host_limits: Sequence[int]) -> _Try | None:
-    """Return the best of so many sweeps.
+    """Return the best of ``tries`` sweeps.
 
     Each rule is tried once; then, best first, again with the delays that it caused.
     """
@@ -355,14 +355,14 @@ def _rules(frame: Frame) -> Iterator[Rule]:
 
 
 _LAST_RESORT = Rule(HIDDEN, -1e15, 0.0)
-"""Copies back only when it must: what came back early can then never be in the way."""
+"""Reloads as late as possible, so that no early reload occupies bytes that others need."""
 
 
 # --- Offload as far as it costs no time: the smallest peaks at which a schedule is as fast as
-# without. The same limit, in units of what one micro-batch holds on each device, is set for all
-# devices and lowered by bisection, for a few rules of `fit`; whether it costs time is asked
-# of the simulation. The first guess is the smallest limit at which the fullest device alone waits
-# for no transfer. Large problems take the first that costs no time, slow lanes assumed.
+# without offload. All devices get the same limit, in units of the bytes of one micro-batch there.
+# Bisection lowers it, for a few rules of `fit`; simulation decides whether a limit costs time. The
+# first guess is the smallest limit at which the fullest device alone waits for no transfer. Large
+# problems take the first limit that costs no time, with slow lanes assumed.
 
 _EXACT = 1e-9
 _HIDDEN_WORK = 300_000
@@ -371,7 +371,7 @@ _FINEST = 256
 
 
 def hide_offload(frame: Frame) -> Fitted:
-    """Return a frame's programs, its stages offloaded as far as that delays nothing.
+    """Return a frame's programs with its stages offloaded as far as that delays nothing.
 
     Memory limits are ignored.
     """
@@ -395,7 +395,7 @@ def _hidden_rules(lane_models: Sequence[tuple[float, float]]) -> Iterator[Rule]:
 
 
 class _HiddenSearch:
-    """Levels 1 .. ``top`` are limits from next to nothing to what the programs hold."""
+    """Search levels 1 .. ``top``: limits from nearly nothing to the peak of the programs."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame

@@ -1,9 +1,9 @@
 """Compiled sweep of `fit`: one device's program, from top to bottom, under a limit.
 
-The sweep keeps a clock of its own: inputs arrive when a given run says, transfers take their lane.
-Where an action does not fit, something waiting makes room; what it costs is estimated from that
-clock, and `fit` judges what comes of it by simulation. Its state's lists of cells are short and
-ordered by where the backwards stand.
+The sweep keeps a clock of its own: a given run defines when inputs arrive, and transfers occupy
+their lane. If an action does not fit, the sweep frees memory at the smallest cost, estimated with
+this clock. `fit` judges the result by simulation. The lists of cells in the state are short and
+ordered by the positions of the backwards.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ EXACT = 1e-9
 class DeviceProgram(NamedTuple):
     """One device's compute program and what depends on it, by position or by the device's cells.
 
-    A cell is a (stage, micro-batch) of this device; ``weight_at`` is -1 where it has no W.
+    A cell is a (stage, micro-batch) of this device; ``weight_at`` is -1 if it has no W.
     """
 
     kind: Ints
@@ -91,10 +91,10 @@ class DeviceProgram(NamedTuple):
 class Rule(NamedTuple):
     """The choices of one sweep.
 
-    ``slack``: how many of its durations before the last moment a copy back is issued.
-    ``weight_cost``: what a W moved forward costs, as a fraction of its duration.
-    Where lanes are shared, ``lane_share``: a transfer is taken to occupy its lane for this many
-    times its duration; ``lag``: and then to wait for others for this many more.
+    ``slack``: how many of its durations before the last moment a reload is issued.
+    ``weight_cost``: cost of a W that runs earlier, as a fraction of its duration.
+    ``lane_share``: on shared lanes, a transfer occupies its lane for this many times its duration.
+    ``lag``: on shared lanes, a transfer then waits for others for this many durations.
     """
 
     victim: int
@@ -114,9 +114,9 @@ class Wanted(NamedTuple):
 
 
 class SweepResult(NamedTuple):
-    """What a sweep made: ``codes[:num_codes]`` are ``kind * num_cells + cell`` of the device.
+    """Result of a sweep: ``codes[:num_codes]`` are ``kind * num_cells + cell`` of the device.
 
-    ``ok`` is False where nothing could make room. ``stalled_ms`` sums up the waits for transfers.
+    ``ok`` is False if an action could not fit. ``stalled_ms`` is the sum of waits for transfers.
     """
 
     ok: bool
@@ -127,7 +127,7 @@ class SweepResult(NamedTuple):
 
 
 class FitState(NamedTuple):
-    """Everything that changes; scalars live in ``now`` (floats) and ``num`` (integers)."""
+    """The mutable state; scalars are in ``now`` (floats) and ``num`` (integers)."""
 
     mode: Ints
     forward_end: Floats
@@ -184,7 +184,7 @@ def begin(job: DeviceProgram) -> FitState:
 
 @lean
 def _look_ahead(job: DeviceProgram, ahead: Floats, work: Floats) -> None:
-    """Write down when each position starts if nothing waits for a transfer, and what is before."""
+    """Store each position's start if nothing waits for a transfer, and the work (ms) before it."""
     clock = spent = 0.0
     for at in range(job.kind.size):
         ahead[at] = max(clock, job.arrival[at])
@@ -202,14 +202,14 @@ def expected(st: FitState, at: int, later: int) -> float:
 
 @lean
 def emit(st: FitState, code: int) -> None:
-    """Write down an action, as ``kind * num_cells + cell``."""
+    """Append an action to the program, as ``kind * num_cells + cell``."""
     st.codes[st.num[COUNT]] = code
     st.num[COUNT] += 1
 
 
 @lean
 def take(st: FitState, num_bytes: int) -> None:
-    """Hold so many bytes more."""
+    """Add to the bytes held, and update the peak."""
     st.num[HELD] += num_bytes
     st.num[PEAK] = max(st.num[PEAK], st.num[HELD])
 
@@ -251,7 +251,7 @@ def book(st: FitState, start: float, end: float) -> None:
 
 @lean
 def insert(job: DeviceProgram, cells: Ints, num: Ints, which: int, cell: int) -> None:
-    """Add a cell to a list that is ordered by where the backwards stand."""
+    """Add a cell to a list that is ordered by the positions of the backwards."""
     place = num[which]
     while place > 0 and job.backward_at[cells[place - 1]] > job.backward_at[cell]:
         cells[place] = cells[place - 1]
@@ -262,7 +262,7 @@ def insert(job: DeviceProgram, cells: Ints, num: Ints, which: int, cell: int) ->
 
 @lean
 def remove(cells: Ints, num: Ints, which: int, cell: int) -> None:
-    """Take a cell out of a short list, keeping its order."""
+    """Remove a cell from a short list, keeping its order."""
     last = num[which] - 1
     place = 0
     while cells[place] != cell:
@@ -293,7 +293,7 @@ def sweep(job: DeviceProgram, rule: Rule, limit: int, host_limit: int) -> SweepR
 
 @lean
 def _sweep(job: DeviceProgram, rule: Rule, st: FitState, limit: int, host_limit: int) -> bool:
-    """Run all actions, making room before each; return whether that could be done."""
+    """Run all actions, freeing memory before each; return whether all fit."""
     for at in range(job.kind.size):
         if st.done_early[at]:
             continue
@@ -360,7 +360,7 @@ def _run(job: DeviceProgram, st: FitState, at: int) -> None:
 def _make_room(
     job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wanted
 ) -> tuple[bool, int]:
-    """Free bytes until the wanted ones fit; return whether they do, and how many that then are."""
+    """Free bytes until the wanted ones fit; return whether they do, and how many are needed."""
     need = wanted.num_bytes
     while st.num[HELD] + need > wanted.limit:
         option, cell, _ = _cheapest(job, rule, st, at, wanted)
@@ -391,7 +391,7 @@ def _weight_first(job: DeviceProgram, st: FitState, cell: int) -> None:
 def _cheapest(
     job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wanted
 ) -> tuple[int, int, float]:
-    """Return the option that frees bytes at the least estimated cost (ms), ties by the rule."""
+    """Return the option that frees bytes at the smallest estimated cost (ms), ties by the rule."""
     victim, leaving_ms = _cheapest_to_leave(job, rule, st, at, wanted)
     option, best = (_LEAVE if victim >= 0 else 0), leaving_ms
     own = job.cell[at]
@@ -460,14 +460,14 @@ def _leaving_costs(  # noqa: PLR0917 - compiled code takes its arguments by posi
 
 @lean
 def _return_ms(job: DeviceProgram, rule: Rule, cell: int) -> float:
-    """Return how long a copy back takes from the moment its lane is the device's to use."""
+    """Return the duration of a reload from the moment the device can use its lane."""
     total: float = (rule.lane_share + rule.lag) * job.reload_ms[cell]
     return total
 
 
 @lean
 def _release(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
-    """Send a cell away as early as its lane allows, and wait here until it is gone."""
+    """Offload a cell as early as its lane allows, and wait here until the copy has ended."""
     length = rule.lane_share * job.offload_ms[cell]
     start = free_from(st, st.forward_end[cell], length)
     book(st, start, start + length)
@@ -489,7 +489,7 @@ def _release(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
 
 @lean
 def _reload(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
-    """Bring a cell back, from now on."""
+    """Reload a cell, starting now."""
     length = rule.lane_share * job.reload_ms[cell]
     start = max(st.now[CLOCK], st.now[IN_FREE])
     if job.half_duplex:
@@ -506,10 +506,10 @@ def _reload(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
 
 @lean
 def _prefetch(job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wanted) -> None:
-    """Issue the copies back that the next boundary would be too late for.
+    """Issue the reloads that would be too late at the next boundary.
 
-    Where they do not fit beside the action, others leave for them, if that costs no more than to
-    wait for the next boundary.
+    If they do not fit in addition to the action, other cells leave, unless that costs more than
+    waiting for the next boundary.
     """
     while st.num[NUM_AWAY] > 0:
         following = max(st.now[CLOCK], job.arrival[at]) + job.duration[at]
@@ -535,7 +535,7 @@ def _prefetch(job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wan
 
 @lean
 def _is_urgent(job: DeviceProgram, rule: Rule, st: FitState, at: int, following: float) -> bool:
-    """Whether some cell would come too late if the first copy back started at the next boundary."""
+    """Whether some cell would be late if the first reload started at the next boundary."""
     lane = 0.0
     for index in range(min(st.num[NUM_AWAY], _LOOKED_AT)):
         cell = st.away[index]
@@ -549,7 +549,7 @@ def _is_urgent(job: DeviceProgram, rule: Rule, st: FitState, at: int, following:
 
 @lean
 def _weave(job: DeviceProgram, st: FitState, leaving: Ints, codes: Ints) -> int:
-    """Weave the offloads in, in the order of their starts; return how many actions that makes."""
+    """Insert the offloads, in the order of their starts; return the number of actions."""
     cells = job.backward_at.size
     count, done, following = 0, 0, 0
     for index in range(st.num[COUNT]):
