@@ -111,8 +111,8 @@ def plan(
 ) -> PlanResult:
     """Choose cut, placement and schedule together, within a limit of time or of work.
 
-    Never worse than the schedule found for the naive plan, which is always among the candidates:
-    equal numbers of layers in the order of the devices.
+    The naive plan is always a candidate: equal numbers of layers in the order of the devices. The
+    result is never worse than the schedule found for it.
 
     Parameters
     ----------

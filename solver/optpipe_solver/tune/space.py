@@ -216,8 +216,8 @@ class TuneCandidate(NamedTuple):
 def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
     """Yield every configuration of a question, whether it fits or not.
 
-    * tp: powers of two up to 8, inside a domain of NVLink. cp: powers of two up to 16, with at
-      least 1,024 tokens of a sequence per rank.
+    * tp: powers of two up to 8, inside a domain of NVLink.
+    * cp: powers of two up to 16, with at least 1,024 tokens of a sequence per rank.
     * ep and etp: divisors of the experts and their width. pp and dp: divisors of the GPUs.
     * Micro-batches of 1, 2, 4 or 8 sequences, and 1 to 24 chunks.
     * Several kinds of accelerators in any order.

@@ -101,8 +101,8 @@ def solve_horizon(
 ) -> float:
     """Search for a schedule better than a known one; return the bound in ms, 0 without one.
 
-    If all times are multiples of a grid (see `grid`), better means by one step of it. Otherwise it
-    means by half of the gap that counts as zero.
+    If all times are multiples of a grid (see `grid_ms`), better means by one step of it. Otherwise
+    it means by half of the gap that counts as zero.
 
     Parameters
     ----------
