@@ -11,7 +11,7 @@ backwards, otherwise the minimum share of F in a layer. All p inequalities are t
 C = a B / (1 - (1 - a/m)^p).
 
 With several stages per rank, only the embedding and one layer per inner stage are ahead for
-certain. The ranks' mean gives C >= m B / p + a times the mean of what is ahead. Rank by rank the
+certain. The ranks' mean gives C >= m B / p + a times the mean work ahead. Rank by rank the
 bound is higher for whole layers. If 16 ranks share 126 layers and none has more than 8, at least 14
 ranks have 8. One of these ranks has the work of at least 13 stages ahead of it.
 
@@ -169,7 +169,7 @@ class LayerTable:
         return max(pipeline, whole if self.fused else 0.0) + self.after_ms
 
     def packed_ms(self, candidate: TuneCandidate) -> float:
-        """Return a bound of a step with whole layers; infinite where no cut fits."""
+        """Return a bound of a step with whole layers; infinite if no cut fits."""
         m = candidate.num_microbatches
         ms = _Packing(self, candidate).least_ms()
         return max(m * ms + self.after_ms, self.quick_ms(candidate))

@@ -1,4 +1,4 @@
-"""One configuration as a model to cut: what its schedules take as whole steps, simulated."""
+"""One configuration as a model to cut, and the simulated step times of its schedules."""
 
 from __future__ import annotations
 
@@ -145,10 +145,10 @@ class TuneRow(ShortRepr):
     def as_json(
         self, framework: Framework | None = None, price_per_gpu_hour: float | None = None
     ) -> dict[str, Any]:
-        """Return it as JSON values, without the programs; ``id`` tells rows of a search apart.
+        """Return it as JSON values, without the programs; ``id`` is unique in a search.
 
-        ``framework``: whose ``command`` trains by it; None = without. ``price_per_gpu_hour``: adds
-        the cost of a million tokens.
+        ``framework`` adds its ``command``; None = without. ``price_per_gpu_hour`` adds the cost of a
+        million tokens.
         """
         fields = self._fields()
         text = json.dumps(fields, sort_keys=True)
@@ -227,7 +227,7 @@ class ScalingRow(ShortRepr):
 
 
 class Look(NamedTuple):
-    """How closely a candidate was looked at, its bound of a step, and 1F1B's time by formula."""
+    """A candidate's evaluation level, its bound of a step, and 1F1B's time by formula."""
 
     entry: int
     level: int

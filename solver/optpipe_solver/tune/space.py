@@ -353,7 +353,7 @@ def left_out(question: TuneQuestion) -> tuple[str, ...]:
 def _chunks(question: TuneQuestion, pp: int, num_microbatches: int) -> Iterator[int]:
     """Yield numbers of stages per device.
 
-    Megatron-Core interleaves multiples of pp only, and overlaps experts only where it interleaves.
+    Megatron-Core interleaves multiples of pp only, and overlaps experts only if it interleaves.
     """
     most = question.shape.num_layers + question.shape.mtp + 2
     overlaps = question.framework == "megatron" and question.training.ep_overlap

@@ -118,7 +118,7 @@ class TuneCounts:
     excluded
         Their bounds are above the best schedule.
     solved
-        A schedule of them was looked for.
+        Configurations for which a schedule was searched.
     open
         Neither: they may be as fast as their bounds.
     """

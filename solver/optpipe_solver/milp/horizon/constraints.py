@@ -167,7 +167,7 @@ def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def _relaxed(gap: Linear, holds: Linear, big: float) -> Constraint:
-    """Return gap >= 0 where ``holds`` is 1, and nothing where it is 0 (big-M)."""
+    """Return gap >= 0 if ``holds`` is 1, and no constraint if it is 0 (big-M)."""
     return at_least(gap + max(0.0, big) * (1.0 - holds), 0.0)
 
 
@@ -195,7 +195,7 @@ def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
-    """An order binary of an optional item is 0 where the item does not exist. (2)."""
+    """An order binary of an optional item is 0 if the item does not exist. (2)."""
     for (a, b), order in v.order.items():
         for item in (a, b):
             if item.presence is not None:
