@@ -147,8 +147,8 @@ class TuneRow(ShortRepr):
     ) -> dict[str, Any]:
         """Return it as JSON values, without the programs; ``id`` is unique in a search.
 
-        ``framework`` adds its ``command``; None = without. ``price_per_gpu_hour`` adds the cost of a
-        million tokens.
+        ``framework`` adds its ``command``; None = without. ``price_per_gpu_hour`` adds the cost of
+        a million tokens.
         """
         fields = self._fields()
         text = json.dumps(fields, sort_keys=True)
