@@ -1,6 +1,6 @@
-"""Who is asking, and what he may do and see.
+"""The identity of a caller, and its permissions.
 
-Without API keys everybody is `ANYBODY`: he may do everything, and owns what has no owner.
+Without API keys every caller is `ANYBODY`. It may do everything, and owns things without an owner.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ __all__ = ["ANYBODY", "KEY_NAME", "ApiKey", "Principal", "Role", "digest_of", "i
 
 
 class Role(StrEnum):
-    """What a key allows; each allows what stands before it, too."""
+    """The permissions of a key; each role includes those before it."""
 
     READ = "read"
     SUBMIT = "submit"
     ADMIN = "admin"
 
     def allows(self, needed: Role) -> bool:
-        """Whether this role is enough where another is needed."""
+        """Whether this role includes the needed one."""
         order = list(Role)
         return order.index(self) >= order.index(needed)
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The holder of a key; ``name`` is the key's, and the owner of what he makes."""
+    """The holder of a key; ``name`` is the key's name, and the owner of what it creates."""
 
     name: str
     role: Role
 
     def sees(self, owner: str) -> bool:
-        """Whether a thing of this owner exists for him; an admin sees everybody's."""
+        """Whether the principal sees things of this owner; an admin sees those of all owners."""
         return self.role is Role.ADMIN or owner == self.name
 
     def require(self, role: Role) -> None:
-        """Refuse where the role is not enough.
+        """Check that the principal has a role.
 
-        Raises `ForbiddenError` if this needs another role.
+        Raises `ForbiddenError` if it does not.
         """
         if not self.role.allows(role):
             raise ForbiddenError(self.name, self.role.value, role.value)
 
 
 ANYBODY = Principal("", Role.ADMIN)
-"""Whoever asks a service that wants no keys."""
+"""The caller of a service without keys."""
 
 
-# --- API keys: what they look like, and what is kept of them.
-# A key is ``opk_<id>_<secret>``: the id finds its record, and the secret is 256 random bits. Only
-# the SHA-256 of the whole is kept: there is nothing to guess, so nothing to slow down, and whoever
-# reads the database cannot use what he finds.
+# --- API keys: their text and their record.
+# A key is ``opk_<id>_<secret>``: the id finds its record, and the secret is 256 random bits. The
+# database has only the SHA-256 of the key, so a reader of the database cannot use it. The secret
+# cannot be guessed, so a slow hash is not needed.
 
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
-"""What a key may be called; the name stands in logs, and is the owner of what the key makes."""
+"""Allowed names of keys; a name appears in logs, and owns what the key creates."""
 
 _ID_BYTES = 6
 _SECRET_BYTES = 32
@@ -81,11 +81,11 @@ class ApiKey:
 
     @property
     def principal(self) -> Principal:
-        """Who comes with this key."""
+        """The principal that has this key."""
         return Principal(self.name, self.role)
 
     def is_text(self, text: str) -> bool:
-        """Whether a text is this key; takes the same time whatever it is."""
+        """Whether a text is this key, in a time that does not depend on the text."""
         return hmac.compare_digest(self.digest, digest_of(text))
 
 
@@ -95,11 +95,11 @@ def mint() -> str:
 
 
 def id_of(text: str) -> str | None:
-    """Return the id in the text of a key; None where it is no key at all."""
+    """Return the id in the text of a key; None if the text is no key."""
     found = _TEXT.fullmatch(text)
     return None if found is None else found[1]
 
 
 def digest_of(text: str) -> str:
-    """Return what is kept of a key."""
+    """Return the SHA-256 of a key, which the database stores."""
     return hashlib.sha256(text.encode()).hexdigest()

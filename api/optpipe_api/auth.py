@@ -76,10 +76,10 @@ class KeyRing:
         self._read_at = float("-inf")
 
     async def find(self, text: str) -> ApiKey | None:
-        """Return the valid key with this text; None where there is none.
+        """Return the valid key with this text; None if there is none.
 
-        Raises `StoreUnavailableError` if the keys cannot be read: nobody is let in by keys that may
-        be revoked.
+        Raises `StoreUnavailableError` if the keys cannot be read: keys that may be revoked admit no
+        request.
         """
         key_id = id_of(text)
         if key_id is None:
@@ -91,7 +91,7 @@ class KeyRing:
         return key if key is not None and key.is_text(text) else None
 
     async def _read(self, max_age_s: float) -> None:
-        """Read the keys, once for all who ask meanwhile, unless they are young enough."""
+        """Read the keys if they are older than ``max_age_s``; concurrent requests share a read."""
         if self._now() - self._read_at <= max_age_s:
             return
         async with self._lock:
@@ -220,19 +220,19 @@ def _name_of(host: str) -> str:
 
 
 class KeyGate:
-    """Finds out who asks, or refuses; sets ``request.state.principal``.
+    """Identifies the caller or refuses it; sets ``request.state.principal``.
 
     Parameters
     ----------
     find
-        Returns a key by its text; None where everybody may ask.
+        Returns a key by its text; None if requests need no key.
     users
         Reads the user of an authenticating proxy; None without one.
     rates
-        How often each key, or each address where there are no keys, may ask; None = no limit.
+        The rate limit of each key, or of each address without keys; None = no limit.
     open_rates
-        How often each address may ask for documents and pages that need no key; None = no limit.
-        A request beyond that waits for its turn, or is refused. Signs of life have no limit.
+        The rate limit of each address for documents and pages that need no key; None = no limit.
+        A request beyond it waits for its turn, or is refused. Signs of life have no limit.
     """
 
     def __init__(
@@ -272,10 +272,10 @@ class KeyGate:
             await self._while_valid(scope, receive, send)
 
     async def _serve_open(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve what needs no key; slowly, or not at all, where its address asks too often.
+        """Serve a request that needs no key; beyond the rate limit, delay or refuse it.
 
-        A client that repeats its request after each answer would take all of the event loop, by
-        refusals too. So each answer beyond the limit comes late.
+        A client that repeats its request after each answer could occupy the event loop, even with
+        refusals. So each answer beyond the limit comes late.
         """
         rates, address = self._open_rates, _address_of(scope)
         wait_s = 0.0 if rates is None else rates.reserve(address, _PATIENCE_S)
@@ -288,7 +288,7 @@ class KeyGate:
             await response_to(error, scope["path"])(scope, receive, send)
 
     async def _while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; one that goes on for long, only as long as its key is valid."""
+        """Serve a request; end a long one when its key becomes invalid."""
         began = False
 
         async def watched(message: Message) -> None:
@@ -335,12 +335,12 @@ class KeyGate:
 
 
 class _KeyWatch:
-    """Cancels the task that it is made in, should its key be revoked; begins after a second.
+    """Cancels the task that creates it if its key is revoked; begins after a second.
 
     Parameters
     ----------
     check
-        Raises KeyRequiredError where the key is not valid.
+        Raises KeyRequiredError if the key is not valid.
     """
 
     def __init__(self, check: Callable[[], Awaitable[object]]) -> None:
@@ -351,12 +351,12 @@ class _KeyWatch:
         self.revoked: KeyRequiredError | None = None
 
     def forgive(self) -> None:
-        """Let the task go on after it was cancelled here."""
+        """Let the task continue after this watch cancelled it."""
         if self._serving is not None:
             self._serving.uncancel()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop the checks."""
         self._later.cancel()
         if self._looking is not None:
             self._looking.cancel()
@@ -372,14 +372,14 @@ class _KeyWatch:
             except KeyRequiredError as error:
                 self.revoked = error
             except OptPipeError:
-                # The keys cannot be read now: nobody is let in, and nobody thrown out.
+                # The keys cannot be read now: new requests are refused, and none is cancelled.
                 continue
         if self._serving is not None:
             self._serving.cancel()
 
 
 def describe_keys(document: dict[str, Any], *, required: bool) -> dict[str, Any]:
-    """Say in an OpenAPI document how a request brings a key, and whether it must."""
+    """Describe in an OpenAPI document how requests send a key, and whether they must."""
     schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
     schemes["key"] = {"type": "http", "scheme": "bearer", "description": "An API key, opk_..."}
     document["security"] = [{"key": []}] if required else [{}, {"key": []}]
@@ -417,7 +417,7 @@ def _key_in(scope: Scope) -> str:
     return found.strip()
 
 
-# --- How often somebody may ask: one token bucket each, in memory.
+# --- Rate limits: a token bucket in memory for each key or address.
 
 _MAX_BUCKETS = 10_000
 _MINUTE_S = 60.0
@@ -426,10 +426,9 @@ _MINUTE_S = 60.0
 class Rates:
     """Buckets of tokens, one for each key or address, that get ``per_minute`` tokens a minute.
 
-    A full bucket holds ``burst`` tokens, by default ``per_minute``: a quiet client may ask that
-    often in one moment. Each server counts for itself. Of the buckets only the last 10,000 used are
-    kept: memory is bounded, whatever the number of addresses that ask. For the event loop, or any
-    other single thread.
+    A full bucket holds ``burst`` tokens, by default ``per_minute``: the maximum burst of a client.
+    Each server counts separately. The object keeps only the 10,000 buckets used last, so that its
+    memory is bounded. Use it from one thread, such as that of the event loop.
     """
 
     def __init__(
@@ -445,13 +444,13 @@ class Rates:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, who: str) -> int:
-        """Take a token; return 0, or the whole seconds until there is one."""
+        """Take a token; return 0, or the whole seconds until one is available."""
         return math.ceil(self.reserve(who, 0.0))
 
     def reserve(self, who: str, patience_s: float) -> float:
         """Take a token that is due within ``patience_s``; return the seconds until it is due.
 
-        A token that is there is due in 0 s. A token that is due later is not taken.
+        An available token is due in 0 s. A token that is due later is not taken.
         """
         now = self._now()
         tokens, since = self._buckets.get(who, (self._burst, now))

@@ -47,10 +47,10 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     uvicorn discards the rest of a refused body. A client that sends everything before it reads
     therefore still gets the refusal.
 
-    Raises `MediaTypeError` if the Content-Type is not JSON or the body is encoded;
-    `BodyTooLargeError` as soon as the body is known to be larger than ``max_bytes``;
-    `TooManyBodiesError` as `UnreadBodies.counted`;
-    `RequestError` if the client disconnects before the end of the body.
+    Raises `MediaTypeError` if the Content-Type is not JSON or the body is encoded. Raises
+    `BodyTooLargeError` as soon as the body is known to be larger than ``max_bytes``. Raises
+    `TooManyBodiesError` as `UnreadBodies.counted`. Raises `RequestError` if the client disconnects
+    before the end of the body.
     """
     # A browser lets pages of other sites send forms and plain text to this service, but not JSON.
     declared_type = request.headers.get("content-type", "")

@@ -486,8 +486,8 @@ class NewBatch:
 class BatchItem:
     """One item of a batch: its plan, its job at the moment, and where its schedule comes from.
 
-    ``source``: the job of the best schedule that is legal in this item; the item's own job, or the
-    job of a *tighter* item with a shorter schedule.
+    ``source`` is the job of the best schedule that is legal in this item. It is the item's own job,
+    or the job of a *tighter* item with a shorter schedule.
     """
 
     index: int

@@ -63,7 +63,7 @@ _PROBE_S = 0.05
 
 
 class ServiceMetrics(EngineObserver):
-    """Counts what happens. Safe from every thread."""
+    """Counts and measures jobs, requests and the event loop. Thread-safe."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -90,11 +90,11 @@ class ServiceMetrics(EngineObserver):
         self._worst_s = 0.0
 
     def watch_store(self, counts: Callable[[], Mapping[JobState, int]]) -> None:
-        """Ask the store for the number of jobs in each state at every scrape."""
+        """Read the number of jobs in each state from the store at every scrape."""
         self._registry.register(_StoreCollector(counts))
 
     def watch_connections(self, connections: ConnectionLimit) -> None:
-        """Look at every scrape how many event streams and waiting requests are open."""
+        """Count the open event streams and waiting requests at every scrape."""
         for purpose in Purpose:
             count = partial(connections.num_open, purpose)
             self._followers.labels(purpose.value).set_function(count)
@@ -129,12 +129,12 @@ class ServiceMetrics(EngineObserver):
             self._worst_stall.set(self._worst_s)
 
     def text(self) -> bytes:
-        """Return everything, as Prometheus reads it; asks the store: for threads."""
+        """Return all metrics in Prometheus's format; queries the store, so use a thread."""
         return generate_latest(self._registry)
 
 
 class _StoreCollector:
-    """Jobs by state, counted where they are; a store that does not answer is a number too."""
+    """Counts jobs by state in the store, and reports whether the store answers."""
 
     def __init__(self, counts: Callable[[], Mapping[JobState, int]]) -> None:
         self._counts = counts
@@ -155,7 +155,7 @@ class _StoreCollector:
         yield states
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: to be registered must not ask the store."""
+        """Yield nothing, so that the registration does not query the store."""
         yield from ()
 
 
@@ -179,7 +179,7 @@ def set_up_logs(form: str) -> LogQueue:
         # Locals may hold keys and whole request bodies.
         without_locals = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         common.append(structlog.processors.ExceptionRenderer(without_locals))
-    # Not in the tree of loggers: nobody else's handlers or levels concern it.
+    # This logger is not in the tree of loggers, so no other handlers or levels affect it.
     logger = logging.Logger("optpipe_api")  # noqa: LOG001
     logger.addHandler(lines.handler())
     structlog.configure(
@@ -206,11 +206,11 @@ _PATIENCE_S = 2.0
 class LogQueue(QueueListener):
     """A bounded queue of log lines and the thread that writes them to a stream, in order.
 
-    While the stream takes none, the last lines beyond ``max_lines`` are lost. The log counts them
-    as soon as it goes on. Once closed, lines are written straight through.
+    While the stream blocks, the last lines beyond ``max_lines`` are lost. The log reports their
+    number when it continues. Once closed, the queue is bypassed.
 
-    ``stream``: where lines go. When it is broken they go nowhere: no log is no reason to stop
-    serving.
+    ``stream``: the target of the lines. If it is broken, lines are dropped, and the service
+    continues.
     """
 
     def __init__(self, stream: TextIO, max_lines: int = _MAX_LINES) -> None:
@@ -230,7 +230,7 @@ class LogQueue(QueueListener):
         return handler
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
-        """Wait until everything is written, but no longer than that."""
+        """Wait until all lines are written, at most ``patience_s``."""
         if not self.is_closed:
             self.is_closed = True
             # The stream may take nothing, and must not hold up the end of the process.
@@ -270,7 +270,7 @@ class _BoundedHandler(QueueHandler):
 
 
 class _StreamWriter(logging.Handler):
-    """Writes to the file of a stream, where it has one.
+    """Writes to the file of a stream, if it has one.
 
     A thread that hangs inside the stream itself would hold the stream's lock. The interpreter
     flushes the stream at its end, and would abort. The lock of a handler has the same effect.
@@ -298,11 +298,11 @@ class _StreamWriter(logging.Handler):
             while data:
                 data = data[os.write(self._file, data) :]
         except (OSError, ValueError):
-            # Closed, or nobody is left to read it.
+            # The file is closed, or has no reader left.
             return
 
 
-# --- Every request has an id, is measured, and is logged where it changes or refuses something.
+# --- Every request has an id and is measured. Changes and refusals are logged.
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -313,9 +313,9 @@ _ABORTED = 499
 
 
 class Telemetry:
-    """Around everything else.
+    """The outermost middleware: identifies, measures and logs requests.
 
-    The id is the client's ``X-Request-ID`` where that is a short word.
+    The id is the client's ``X-Request-ID`` if that is a short word.
     The answer has the id as ``X-Request-ID``, and every log line about the request contains it. If
     the request is traced, the lines name its trace too.
     """
@@ -370,7 +370,7 @@ def _id_of(scope: Scope) -> str:
 
 
 def _route_of(scope: Scope) -> str:
-    """Return the template of the route: paths hold ids, of which there are endlessly many."""
+    """Return the template of the route; paths contain ids, so their number has no limit."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else _NO_ROUTE
 
@@ -381,9 +381,9 @@ UNTRACED = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
 def open_tracer_provider() -> TracerProvider | None:
-    """Return what sends spans as OpenTelemetry's variables say; None if they ask for none.
+    """Return the tracer provider that OpenTelemetry's variables configure, or None.
 
-    They ask for spans with ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``
+    They configure one with ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``
     or ``OTEL_TRACES_EXPORTER=otlp``. Without them, neither SDK nor exporter is imported.
 
     Raises `InputError` for another exporter or protocol than OTLP over HTTP, and

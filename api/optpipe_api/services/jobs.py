@@ -385,7 +385,7 @@ _NOUNS = {
     DocumentKind.DRIFT: ("drift", "/v1/follow"),
     DocumentKind.MEASURED: ("drift", "/v1/follow"),
 }
-"""What a document is a part of, and the path of the request that makes it."""
+"""The noun for each kind of document in errors, and the path of the request that creates it."""
 
 
 def _missing_document(job: JobRecord, kind: DocumentKind) -> InputError:

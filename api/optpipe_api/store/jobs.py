@@ -430,8 +430,8 @@ class JobStore:
     def claim(self, owner: str, lease_s: float, max_running: int | None = None) -> Claim | None:
         """Take the queued job that is next; None without one.
 
-        ``owner``: of the lease. ``max_running``: the number of jobs of one API key that may run
-        under leases of this owner while other keys have queued jobs; None = any number.
+        ``owner`` is the owner of the lease. ``max_running`` limits the running jobs of an API key
+        under leases of this owner while other keys have queued jobs; None = no limit.
         """
         # Idle slots claim often. A look needs no write lock.
         with reading(self._engine) as connection:

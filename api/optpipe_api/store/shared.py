@@ -221,10 +221,11 @@ def check_limits(
 ) -> None:
     """Refuse new or resumed jobs of an owner that exceed a limit; None is no limit.
 
-    ``num_waiting`` jobs would be queued, ``num_new`` jobs stored. Raises `QueueFullError` if more
-    than ``max_queued`` jobs would be queued, and the owner would have more than its share of them:
-    ``max_queued`` divided by the number of owners with queued jobs. Raises `TooManyJobsError` if
-    more than ``max_of_owner`` jobs of the owner would be unfinished. Raises
+    ``num_waiting`` jobs would be queued, ``num_new`` jobs stored. An owner's share of the queue is
+    ``max_queued`` divided by the number of owners with queued jobs.
+
+    Raises `QueueFullError` if the queue would exceed ``max_queued`` and the owner its share. Raises
+    `TooManyJobsError` if more than ``max_of_owner`` jobs of the owner would be unfinished. Raises
     `TooManyKeptError` if more than ``max_kept`` jobs of the owner would be stored.
     """
     if num_waiting:

@@ -142,7 +142,7 @@ api_keys = sa.Table(
     sa.Column("follows", sa.String(105), unique=True),
 )
 
-# Who changed what. Entries remain when their subject is deleted.
+# The actor of each change. Entries remain when their subject is deleted.
 audit = sa.Table(
     "audit",
     metadata,
@@ -158,7 +158,7 @@ audit = sa.Table(
     sqlite_autoincrement=True,
 )
 
-# What the servers of a database share: a secret, and a text that readiness checks write.
+# Values that the servers of a database share: a secret, and a text that readiness checks write.
 service_values = sa.Table(
     "service_values",
     metadata,

@@ -1,7 +1,7 @@
-"""One run of HiGHS: a model in, news while it goes on, the outcome out.
+"""One run of HiGHS: takes a model, reports progress while it runs, and returns the outcome.
 
-PuLP's own HiGHS class has no callbacks and labels a time-limit stop ``Optimal``: so PuLP builds
-the model, and everything else - callbacks, status, bound - goes through highspy.
+PuLP's own HiGHS class has no callbacks, and labels a time-limit stop ``Optimal``. PuLP therefore
+only builds the model. Callbacks, status and bound go through highspy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-# --- The words that models are written in: variables, linear expressions, constraints.
+# --- The terms of a model: variables, linear expressions, constraints.
 
 Variable: TypeAlias = pulp.LpVariable
 Expression: TypeAlias = pulp.LpAffineExpression
@@ -59,7 +59,7 @@ Linear: TypeAlias = Expression | Variable | float
 
 
 class MilpModel:
-    """A minimisation model: variables are made by it, constraints added to it."""
+    """A minimisation model that creates its variables and collects its constraints."""
 
     def __init__(self, name: str) -> None:
         self.problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -100,9 +100,9 @@ def total(terms: list[Linear]) -> Expression:
 
 
 def value_of(expression: Linear | Constraint, values: Mapping[Variable, float]) -> float:
-    """Return what an expression is worth in a solution; unknown variables count 0.
+    """Return the value of an expression in a solution; unknown variables count 0.
 
-    Of a constraint: how far above its bound it is (negative = broken).
+    For a constraint: how far it is above its bound (negative = violated).
     """
     if isinstance(expression, pulp.LpVariable):
         return values.get(expression, 0.0)
@@ -112,11 +112,11 @@ def value_of(expression: Linear | Constraint, values: Mapping[Variable, float]) 
     return float(expression.constant) + float(sum(terms))
 
 
-# --- How HiGHS can end, in our words.
+# --- The ways in which HiGHS can end.
 
 
 class MilpStatus(StrEnum):
-    """How a MILP run can end, in our words."""
+    """How a MILP run ended."""
 
     OPTIMAL = "optimal"
     INFEASIBLE = "infeasible"
@@ -150,18 +150,18 @@ STATUS_OF: dict[highspy.HighsModelStatus, MilpStatus] = {
     _S.kPostsolveError: MilpStatus.FAILED,
     _S.kUnknown: MilpStatus.FAILED,
 }
-"""HiGHS's own status in our words; complete, which a test checks against the enum."""
+"""`MilpStatus` of each HiGHS status; a test checks that none is missing."""
 
 
 _GAP = 1e-7
 """The relative gap at which HiGHS stops."""
 
 _MIP_TOLERANCE = 1e-7
-"""Feasibility tolerance. Larger, times a big-M, it lets orders overlap visibly; at 1e-9 HiGHS 1.15
-was seen to prove what is not so (a bound of 4.5 where 4.0 is feasible, in 8 of 128 runs)."""
+"""Feasibility tolerance. A larger one, times a big-M, lets orders overlap visibly. At 1e-9 HiGHS
+1.15 proved wrong bounds (4.5 although 4.0 is feasible, in 8 of 128 runs)."""
 
 _LOOK_S, _GRACE_S = 0.05, 0.3
-"""Seconds between two looks at whether to stop, and those by which HiGHS may pass its limit."""
+"""Seconds between two checks of the stop, and seconds by which HiGHS may exceed its limit."""
 
 
 _BOUND_ALONE = {
@@ -170,25 +170,25 @@ _BOUND_ALONE = {
     "mip_heuristic_run_rens": False,
     "mip_heuristic_run_root_reduced_cost": False,
 }
-"""Options of integer runs that grow row by row: they have good starts, and what is asked for is the
-bound. HiGHS's searches inside its neighbourhoods find nothing there, and presolve hides the program
-that the rows before were made for. Of 1F1B on 32 devices 21 CPU seconds become 7, and ZB-V on 8 has
-a gap of 0.5% in place of 1.7 after 40 s (`python -m benchmarks.plan_milp`, HiGHS 1.15.1)."""
+"""Options of integer runs that grow row by row: they have good starts and need only the bound.
+HiGHS's neighbourhood searches find nothing there. Presolve hides the program that earlier rows were
+made for. 1F1B on 32 devices takes 7 CPU seconds instead of 21. ZB-V on 8 devices has a gap of
+0.5% instead of 1.7% after 40 s. Source: `python -m benchmarks.plan_milp`, HiGHS 1.15.1."""
 
 _ITERATIONS, _LOOKS, _RUNS = 10_000, 1_500, 1_000
-"""Simplex iterations, looks of HiGHS at its limits, and runs that are a unit of work: what about
-a second takes of programs that grow row by row (measured on the cuts of 40 stages)."""
+"""Simplex iterations, limit checks of HiGHS, and runs per unit of work. A unit takes about a second
+in programs that grow row by row (measured on the cuts of 40 stages)."""
 
 _SEEDS = 2**31
-"""HiGHS's seed is a 32-bit integer; larger ones of ours come round again."""
+"""HiGHS's seed is a 32-bit integer; larger seeds wrap around."""
 
 
 @dataclass(frozen=True, slots=True)
 class MilpOutcome:
-    """The end of a run.
+    """The outcome of a run.
 
-    ``bound`` is HiGHS's dual bound of the minimised objective, None when it has none;
-    ``values`` are by PuLP variable, None when no solution was found.
+    ``bound`` is HiGHS's dual bound of the minimised objective, None if it has none. ``values`` are
+    by PuLP variable, None if no solution was found.
     """
 
     status: MilpStatus
@@ -213,22 +213,22 @@ def solve_milp(
 ) -> MilpOutcome:
     """Minimise a model.
 
-    HiGHS runs in a thread of its own, so that the caller's thread can pass its news on. The call
+    HiGHS runs in a thread of its own, so that the caller's thread can report its progress. The call
     returns when that thread has ended: after a stop, at the next callback of HiGHS.
 
     Parameters
     ----------
     model
-        A bounded minimisation model; not to be changed any more.
+        A bounded minimisation model; it must not change afterwards.
     integer
-        Whether integer variables must be whole; else a linear program is solved.
+        Whether integer variables must be whole; otherwise a linear program is solved.
     stop
         Seconds, HiGHS's threads and its seed (any >= 0: HiGHS gets it modulo 2^31). Work is counted
-        in branch-and-bound nodes; where they end a run before the clock does, it is the same run
-        every time for one seed and thread count.
+        in branch-and-bound nodes. If they end a run before the clock does, the run is reproducible
+        for one seed and thread count.
     on_solution, on_bound
-        Told every improving solution and every better dual bound while the run goes on, in the
-        thread that called this function; what they raise comes out.
+        Called with every improving solution and every better dual bound during the run, in the
+        thread that called this function. Their exceptions reach the caller.
     """
     outcome = _HighsRun(model, stop, on_solution, on_bound, integer=integer).watched()
     stop.spend(outcome.num_nodes)
@@ -254,7 +254,7 @@ def _options(stop: Stop) -> dict[str, Any]:
 
 
 class _HighsRun:
-    """One run: HiGHS in a thread, its callbacks' news through a queue, the caller listening."""
+    """One run: HiGHS in a thread, whose callbacks send events to the caller through a queue."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class _HighsRun:
         self.error: BaseException | None = None
 
     def watched(self) -> MilpOutcome:
-        """Run to the end, or until told to stop, or a little after the time limit; join HiGHS."""
+        """Run until the end, a requested stop, or a little after the time limit; join HiGHS."""
         thread = threading.Thread(target=self._minimise, args=(_options(self.stop),))
         thread.start()
         try:
@@ -299,7 +299,7 @@ class _HighsRun:
         return MilpOutcome(why, bound, self.values, self.num_nodes)
 
     def _listen(self, thread: threading.Thread) -> MilpStatus:
-        """Tell and ask until the thread ends; return why listening ended where it did not."""
+        """Report events and check the stop until the thread ends; return why it ended earlier."""
         while thread.is_alive():
             self._hear_next(_LOOK_S)
             if self.stop.is_told():
@@ -362,7 +362,7 @@ class _HighsRun:
 
 
 def _built(model: MilpModel) -> tuple[Any, list[Variable]]:
-    """Let PuLP write the model into a highspy object; columns stand in PuLP's index order."""
+    """Let PuLP write the model into a highspy object, with columns in PuLP's index order."""
     writer = pulp.HiGHS(msg=False)
     writer.createAndConfigureSolver(model.problem)
     writer.buildSolverModel(model.problem)
@@ -371,10 +371,10 @@ def _built(model: MilpModel) -> tuple[Any, list[Variable]]:
 
 
 def _run(highs: Any) -> None:
-    """Run HiGHS; RuntimeError where it refuses to.
+    """Run HiGHS; RuntimeError if it refuses.
 
-    Its task scheduler is made once for a thread, and runs that ask for another number of threads
-    are refused from then on, so each gets a scheduler of its own.
+    HiGHS creates its task scheduler once per thread. It then refuses runs with another number of
+    threads, so each run gets a scheduler of its own.
     """
     highspy.Highs.resetGlobalScheduler(True)
     if highs.run() == highspy.HighsStatus.kError:
@@ -413,9 +413,9 @@ class LinearProgram:
     Parameters
     ----------
     gain
-        By column, what one unit is worth.
+        By column, the objective per unit.
     tops
-        By column, the most it can be; the least is 0.
+        By column, the maximum; the minimum is 0.
     """
 
     def __init__(self, gain: Sequence[float], tops: Sequence[float]) -> None:
@@ -435,7 +435,7 @@ class LinearProgram:
         self._highs.addRow(-math.inf, float(limit), len(columns), columns, factors)
 
     def best(self) -> list[float]:
-        """Return the columns of an optimum within HiGHS's tolerances; zeros where it found none."""
+        """Return the columns of an optimum within HiGHS's tolerances; zeros if it found none."""
         _run(self._highs)
         if STATUS_OF[self._highs.getModelStatus()] is not MilpStatus.OPTIMAL:
             return [0.0] * self._num
@@ -448,7 +448,7 @@ class RowByRow:
     Parameters
     ----------
     model
-        A bounded minimisation model; its own constraints stand, later ones are `add`-ed here.
+        A bounded minimisation model; its constraints remain, later ones are `add`-ed here.
     """
 
     def __init__(self, model: MilpModel) -> None:
@@ -471,15 +471,15 @@ class RowByRow:
         self._highs.addRow(low, high, len(columns), columns, factors)
 
     def columns_of(self, variables: Sequence[Variable]) -> Ints:
-        """Return where variables stand."""
+        """Return the column indices of variables."""
         return np.array([self._column[one] for one in variables], dtype=np.int64)
 
     def add_row(self, columns: Ints, factors: Floats, low: float) -> None:
-        """Add that a sum of factor x column is at least ``low``."""
+        """Add a row: the sum of factor x column is at least ``low``."""
         self._highs.addRow(low, math.inf, len(columns), columns.astype(np.int32), factors)
 
     def minimise(self, factors: Mapping[Variable, float]) -> None:
-        """Set another objective; what is not named costs nothing."""
+        """Set another objective; variables without a factor cost nothing."""
         costs = np.zeros(len(self._variables))
         for variable, factor in factors.items():
             costs[self._column[variable]] = factor
@@ -487,13 +487,13 @@ class RowByRow:
         self._highs.changeColsCost(costs.size, columns, costs)
 
     def bound(self, variable: Variable, low: float, high: float) -> None:
-        """Set what a variable is at least and at most."""
+        """Set the minimum and the maximum of a variable."""
         self._highs.changeColBounds(self._column[variable], low, high)
 
     def thin(self, first: int, most: int) -> None:
-        """Drop the rows from ``first`` on that the last solution is farthest from, down to so many.
+        """Drop rows from ``first`` on with the largest slack in the last solution; keep ``most``.
 
-        Rows are those of the model and then those that were added, as `prices` counts them.
+        Rows are those of the model, then those that were added, as in `prices`.
         """
         num_rows = self._highs.getNumRow()
         if num_rows - first <= most:
@@ -504,16 +504,16 @@ class RowByRow:
         self._highs.deleteRows(dropped.size, dropped.astype(np.int32))
 
     def start_from(self, values: Mapping[Variable, float]) -> None:
-        """Give integer solves a solution to start from, where it keeps the rows there are then."""
+        """Set the start of integer solves; HiGHS uses it if it satisfies the rows."""
         self._start = [values.get(variable, 0.0) for variable in self._variables]
 
     def solve(self, stop: Stop, *, integer: bool, gap: float = _GAP) -> MilpOutcome:
         """Minimise, with or without integrality, within the time of ``stop``.
 
-        ``bound`` is proven for the rows that are there, and so for all that come. Work is counted
-        in simplex iterations, and with integrality in HiGHS's looks at its limits too, which end a
-        run; both are the same every time, on one thread. The status is ``FAILED`` where HiGHS ends
-        in an error of its numbers even from a fresh start: nothing is known then.
+        ``bound`` is proven for the present rows, and thus with any added later. Work is counted in
+        simplex iterations and, with integrality, also in HiGHS's checks of its limits, which can
+        end a run. Both counts are reproducible on one thread. The status is ``FAILED`` if HiGHS
+        ends in a numerical error even from a fresh start. Then nothing is known.
         """
         if integer != self._is_integer:
             kind = highspy.HighsVarType.kInteger if integer else highspy.HighsVarType.kContinuous
@@ -528,7 +528,7 @@ class RowByRow:
             self._count_looks(max(1, int(stop.left_work * _LOOKS)))
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
-        # HiGHS's clock goes on from run to run.
+        # HiGHS's clock continues from run to run.
         seconds = self._highs.getRunTime() + max(0.01, stop.left_s())
         self._highs.setOptionValue("time_limit", seconds)
         if integer and self._start is not None:
@@ -544,14 +544,14 @@ class RowByRow:
         return _outcome(self._highs, self._variables, integer=integer)
 
     def prices(self) -> list[float]:
-        """Return what the objective gains per unit of each row's side, after a relaxation.
+        """Return the dual value of each row, after a relaxation.
 
-        The model's constraints come first, then what was added before that run.
+        The model's constraints come first, then the rows added before that run.
         """
         return [float(dual) for dual in self._highs.getSolution().row_dual]
 
     def _has_run(self) -> bool:
-        """Run HiGHS, without what it knows from the run before where it refuses to go on."""
+        """Run HiGHS, and again from a fresh start if it fails; return whether a run succeeded."""
         for is_again in (False, True):
             if is_again:
                 self._highs.clearSolver()
@@ -563,7 +563,7 @@ class RowByRow:
         return False
 
     def _count_looks(self, most: int) -> None:
-        """Let a run with integrality end after so many looks at its limits."""
+        """Let a run with integrality end after ``most`` checks of its limits."""
         self._looks, self._most_looks = 0, most
         if not self._is_counted:
             self._highs.cbMipInterrupt += self._look
@@ -575,8 +575,8 @@ class RowByRow:
             event.interrupt()
 
 
-# --- The same problem in another unit of time, so that HiGHS sees numbers it can compute with.
-# Its tolerances are absolute: with an objective of 1e9 ms it was seen to prove what is not so.
+# --- The same problem in another unit of time, with numbers that suit HiGHS's tolerances.
+# These are absolute: with an objective of 1e9 ms HiGHS proved wrong results.
 
 _LEAST_MS, _MOST_MS = 16.0, 65_536.0
 _AIM_MS = 1024.0
@@ -585,7 +585,7 @@ _STAGE_TIMES = tuple(name for name in Stage.model_fields if name.endswith("_ms")
 
 
 def scale_for(objective_ms: float) -> float:
-    """Return a power of 2 that brings an objective near 1 s; 1 where it is near enough."""
+    """Return a power of 2 that brings an objective near 1 s; 1 if it is near enough."""
     if objective_ms <= 0 or _LEAST_MS <= objective_ms <= _MOST_MS:
         return 1.0
     return 2.0 ** round(math.log2(_AIM_MS / objective_ms))
@@ -594,7 +594,7 @@ def scale_for(objective_ms: float) -> float:
 def scaled(problem: Problem, factor: float) -> Problem:
     """Return the problem with every time multiplied by a factor > 0.
 
-    A power of 2 loses nothing: every schedule then takes exactly so many times as long.
+    A power of 2 is exact: it multiplies the length of every schedule by the factor.
     """
     if factor == 1.0:
         return problem

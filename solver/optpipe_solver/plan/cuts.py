@@ -1,11 +1,13 @@
 """Cutting the layers into the stages of one line, by dynamic programming (docs/plan.md).
 
-The measure of a cut is its *load bound*: the largest, over the devices, of the earliest start of
-the first stage (0 under span), plus all work, plus the shortest gradient reduction. State (k, j):
-k stages hold the first j layers. Its *labels* are what the rest depends on; one that is nowhere
-smaller than another goes: every completion of it has one that is no worse. Where a device gets
-several stages a beam keeps the most promising, and a beam that was full proves nothing. Cuts are
-looked for under a cap that is raised until there is one.
+The measure of a cut is its *load bound*, the maximum over the devices of a sum. The sum contains
+the earliest start of the first stage (0 under span), all work, and the shortest gradient reduction.
+In state (k, j), k stages hold the first j layers. Its *labels* contain the values that the
+remaining stages depend on. A label that is nowhere smaller than another is dropped: each of its
+completions has one of the other label that is no worse.
+
+If a device gets several stages, a beam keeps the most promising labels. A beam that was full proves
+nothing. The search looks for cuts under a cap, which rises until there is one.
 """
 
 from __future__ import annotations
@@ -39,16 +41,16 @@ __all__ = [
 
 _MOST_BEAM, _BEAM_STATES = 16, 8000
 _LABELS = 1e5
-"""Labels made that are a unit of work (see `Stop`)."""
+"""Labels created per unit of work (see `Stop`)."""
 _CAPS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The best cuts of a line by load bound, best first, and what is proven about all its cuts.
+    """The best cuts of a line by load bound, best first, and a lower bound of all its cuts.
 
-    ``bound_ms``: no schedule of any cut of the line that fits the devices is faster; inf where no
-    cut fits.
+    ``bound_ms``: no schedule of any cut of the line that fits the devices is faster; inf if no cut
+    fits.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -77,7 +79,7 @@ class _Label(NamedTuple):
 
 
 def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return as many layers for each stage, the first ones taking what is left over."""
+    """Return equal numbers of layers per stage; the first stages take the remainder."""
     share, over = divmod(num_layers, num_stages)
     return tuple(share + (stage < over) for stage in range(num_stages))
 
@@ -90,7 +92,7 @@ def best_cuts(
     beam: int | None = None,
     stop: Stop | None = None,
 ) -> Cuts:
-    """Return the cuts of a line with the least load bound.
+    """Return the cuts of a line with the smallest load bound.
 
     Parameters
     ----------
@@ -99,12 +101,12 @@ def best_cuts(
     line
         The placement.
     cap_ms
-        Cuts whose load bound exceeds it are of no interest.
+        Cuts whose load bound exceeds it are left out.
     beam
-        Labels kept per state where devices hold several stages, at least 1; by default fewer
-        where there are more states.
+        Labels kept per state if devices hold several stages, at least 1; by default fewer with
+        more states.
     stop
-        Its end is that of the search, with what is proven so far; labels count as its work.
+        Ends the search, which then returns the bound proven so far; labels count as its work.
     """
     stop = stop or Stop(math.inf)
     if beam is None:
@@ -177,7 +179,7 @@ class _Sweep:
         known = dict(label.open)
         before = known.pop(device, _UNTOUCHED)
         room = self.model.devices[device].usable_bytes - before.static - run.static_bytes
-        # What earlier stages hold is there until this one's I ends; its W may wait until it is not.
+        # Earlier stages hold bytes until this one's I ends. Its W may wait until these are free.
         if max(run.needed_bytes, before.held_bytes + run.nested_bytes) > room:
             return None
         now = _Open(
@@ -200,7 +202,7 @@ class _Sweep:
         return _Label(key, closed, self._next_head(label.head, k, run, end), waiting, ())
 
     def _has_room(self, label: _Label, k: int, end: int) -> bool:
-        """Whether the work that is left fits below the cap, as far as weighted sums can tell."""
+        """Whether the remaining work fits below the cap, by a bound with weighted sums."""
         if math.isinf(self.cap_ms):
             return True
         cap = self.cap_ms
@@ -215,7 +217,7 @@ class _Sweep:
         return head + self.model.num_microbatches * so_far.load
 
     def _projected(self, k: int, device: int, so_far: _Open) -> float:
-        """A guess at the device's value when all its stages are like those it has."""
+        """Estimate the device's value as if all its stages were like those it has."""
         counts = Counter(self.placement[: k + 1])
         times = self.placement.count(device) / counts[device]
         return self._value(so_far._replace(load=so_far.load * times))
@@ -247,9 +249,9 @@ def _dominates(one: _Label, other: _Label) -> bool:
 
 
 def roomiest_cut(table: RunTable, line: PlacementLine) -> tuple[tuple[int, ...], int]:
-    """Return the cut of a linear line with the most free bytes on its fullest device, and them.
+    """Return the cut of a linear line with the most free bytes on its fullest device, and these.
 
-    A negative number proves that no cut of the line fits: the fullest device lacks at least that.
+    A negative number proves that no cut fits, and is the minimum that the fullest device lacks.
     """
     n, usable = table.num_layers, [table.model.devices[d].usable_bytes for d in line.order]
     used = np.full((len(line.order), n + 1, n + 1), np.inf)
@@ -262,13 +264,13 @@ def roomiest_cut(table: RunTable, line: PlacementLine) -> tuple[tuple[int, ...],
     return sizes, max(usable) - int(most)
 
 
-# --- What no cut and no placement of a model can beat.
+# --- Lower bounds for every cut and placement of a model.
 
 
 def load_weights(model: Model, devices: Sequence[int]) -> list[float]:
     """Return a weight per device, inverse to its time for the whole model; their sum is 1.
 
-    All 0 where a device has no work to do at all.
+    All 0 if the model takes no time on some device.
     """
     totals = [sum(stage.busy_ms for stage in model.stages_on[device]) for device in devices]
     if min(totals) <= 0:
@@ -278,7 +280,7 @@ def load_weights(model: Model, devices: Sequence[int]) -> list[float]:
 
 
 def weighted_work(model: Model, devices: Sequence[int]) -> list[float]:
-    """Return, per layer, the least over the devices of weight x compute time in ms."""
+    """Return, per layer, the minimum over the devices of weight x compute time in ms."""
     weights = load_weights(model, devices)
     busy = [[stage.busy_ms for stage in model.stages_on[device]] for device in devices]
     return [
@@ -288,19 +290,18 @@ def weighted_work(model: Model, devices: Sequence[int]) -> list[float]:
 
 
 def any_cut_bound(model: Model, devices: Sequence[int]) -> float:
-    """Return a time in ms that no schedule of any cut on any placement on these devices beats.
+    """Return a lower bound in ms for schedules of any cut and any placement on these devices.
 
     Load. Let t(l, d) be the compute time of one micro-batch in layer l on device d, and y(d) >= 0
-    weights that sum to 1. The busiest device is at least as busy as the weighted mean of all, and
-    in the mean layer l costs at least min over d of y(d) t(l, d), wherever it is. A stage's least
-    compute time is never below the sum of its layers', as a minimum of sums is not below the sum
-    of minima. Weights inverse to the devices' times for the whole model make this tight for
-    devices that differ by a factor; any weights are valid.
+    weights that sum to 1. The busiest device is at least as busy as the weighted mean of all. In
+    the mean, layer l costs at least min over d of y(d) t(l, d), on any device. A stage's minimum
+    compute time is at least the sum of its layers' minima. Any weights are valid. Weights inverse
+    to the devices' times for the whole model make this tight for devices that differ by a factor.
 
     Path. One micro-batch goes forward and backward through all layers, one after the other.
 
-    Both hold for makespan and, the load for every device and the path for the device of layer 0,
-    for span.
+    Both hold for makespan. Under span, the load holds for every device and the path for the device
+    of layer 0.
     """
     path = [
         [

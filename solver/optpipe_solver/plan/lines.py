@@ -1,8 +1,8 @@
-"""Where stages can go: the order of the devices, and how often and which way a line passes them.
+"""Placements of stages: orders of the devices, and how a line passes through them.
 
-A *line* is a shape over an order of devices: linear (each device once), loop (the order again and
-again) or V (the order, then backwards, and so on). The natural order is that of the model's
-devices; *free* means any other order, and orders that leave devices out.
+A *line* is a shape over an order of devices. Linear has each device once. Loop repeats the order. V
+alternates between the order and its reverse. The natural order is that of the model's devices.
+*Free* means any other order, and orders that leave devices out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLACEMENTS: tuple[PlacementKind, ...] = get_args(PlacementKind)
 """The kinds of placement a plan may try."""
 
 _MOST_ORDERS = 32
-"""Device orders that are tried; the number of all grows like a factorial."""
+"""Maximum number of device orders to try; the number of all orders is a factorial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class PlacementLine:
 
     @property
     def label(self) -> str:
-        """Its name for people: ``v x2``, ``free linear 2-0-1``."""
+        """Name for display: ``v x2``, ``free linear 2-0-1``."""
         shape = self.shape if self.chunks == 1 else f"{self.shape} x{self.chunks}"
         return f"free {shape} {'-'.join(map(str, self.order))}" if self.free else shape
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The lines that are searched; ``complete`` is False where free orders were cut off."""
+    """The lines to search; ``complete`` is False if some free orders were left out."""
 
     lines: tuple[PlacementLine, ...]
     complete: bool
@@ -75,9 +75,8 @@ class Lines:
 def make_lines(model: Model, kinds: Collection[PlacementKind], chunks: Collection[int]) -> Lines:
     """Return every line of the kinds and chunk counts that has a layer for each stage.
 
-    Lines of more stages than a problem with so many micro-batches may have are left out.
-
-    Lines come in a fixed order, the plain ones first.
+    Lines with more than `MAX_CELLS` cells are left out. Lines come in a fixed order, the plain ones
+    first.
     """
     natural = natural_order(model)
     found = [line for line in _shapes(natural, chunks, free=False) if line.shape in kinds]
@@ -98,7 +97,7 @@ def make_lines(model: Model, kinds: Collection[PlacementKind], chunks: Collectio
 
 
 def natural_order(model: Model) -> tuple[int, ...]:
-    """Return the devices as the model lists them; no more than it has layers."""
+    """Return the devices in the model's order, at most as many as it has layers."""
     return tuple(range(min(len(model.devices), model.num_layers)))
 
 
@@ -129,7 +128,7 @@ def device_orders(model: Model) -> Iterator[tuple[int, ...]]:
 
 
 def _classes(model: Model) -> tuple[int, ...]:
-    """Return, per device, the first device it can be exchanged with without any difference."""
+    """Return, per device, the first device that is interchangeable with it."""
     found: list[int] = []
     for device in range(len(model.devices)):
         equal = (first for first in sorted(set(found)) if _interchangeable(model, first, device))
@@ -140,8 +139,8 @@ def _classes(model: Model) -> tuple[int, ...]:
 def _interchangeable(model: Model, one: int, other: int) -> bool:
     """Whether swapping two devices changes nothing but their names.
 
-    Swaps that change nothing form a group, so this is an equivalence. Which host a device has is of
-    no account where none of the two hosts has a limit.
+    Swaps that change nothing form a group, so this is an equivalence. Hosts without a memory limit
+    count as equal.
     """
     limited = {host.name for host in model.hosts if host.memory_bytes is not None}
     fields = [model.devices[device].model_dump(exclude={"name"}) for device in (one, other)]
@@ -185,15 +184,15 @@ def _with_devices(pattern: tuple[int, ...], classes: tuple[int, ...]) -> tuple[i
     return tuple(next(members[first]) for first in pattern)
 
 
-# --- What every run of layers costs as one stage, per kind of device: the table the cutting reads.
+# --- The cost of every run of layers as one stage, per kind of device, for the search of cuts.
 
 
 class LayerRun(NamedTuple):
-    """One run of layers on one kind of device; ms and bytes per micro-batch, static aside.
+    """One run of layers on one kind of device; ms and bytes per micro-batch, except static bytes.
 
-    ``needed_bytes`` is the least that must be there while it works, ``nested_bytes`` until its I
-    ends, ``held_bytes`` the least it keeps between F and its backward, offloaded or recomputed
-    where that is less.
+    ``needed_bytes`` is the minimum while a pass of the run works, ``nested_bytes`` until its I
+    ends. ``held_bytes`` is the minimum between F and its backward, offloaded or recomputed if that
+    is less.
     """
 
     busy_ms: float
@@ -206,12 +205,12 @@ class LayerRun(NamedTuple):
 
 
 class RunTable:
-    """All runs of a model's layers; devices that compute alike share their rows.
+    """All runs of a model's layers; devices of the same kind share their rows.
 
     Parameters
     ----------
     model
-        With n layers: n (n + 1) / 2 runs per kind of device.
+        A model of n layers gives n (n + 1) / 2 runs per kind of device.
     """
 
     def __init__(self, model: Model) -> None:
@@ -235,7 +234,7 @@ class RunTable:
 
 
 def _from(layers: tuple[Stage, ...], start: int) -> list[Stage]:
-    """Every run that starts with one layer, shortest first."""
+    """Return every run that starts with layer ``start``, shortest first."""
     return list(accumulate(layers[start:], fuse))
 
 

@@ -1,4 +1,4 @@
-"""``plan``: the composition root. Lines, cuts, schedules; the best of all, and what is proven."""
+"""``plan`` calls the search over lines, cuts and schedules, and returns the best with a bound."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_CHUNKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanResult(ShortRepr):
-    """The end of a plan.
+    """The result of a plan.
 
     Attributes
     ----------
@@ -46,17 +46,17 @@ class PlanResult(ShortRepr):
     problem, schedule
         The chosen cut and its schedule. The schedule's own bound and gap are of this cut alone.
     rows
-        Every cut that was looked at, the chosen one first, then by objective and bound.
+        Every candidate cut, the chosen one first, then by objective and bound.
     even
         The row of the naive plan: equal numbers of layers, in the order of the devices.
     bound_ms
         Proven: no schedule of any cut of any placement of the set is faster. None without one.
     searched
-        The set, in words, and on how many of its placements there was time to look for cuts.
+        The set, in words, and the number of its placements that the time allowed to cut.
     work
-        Units of work that it took, 0 where that was not limited.
+        Units of work of the plan, 0 if work was not limited.
     message, needs
-        Without a schedule: why, and what is too small -> the smallest bytes that work.
+        Without a schedule: the reason, and the smallest memory that works for each limit.
     """
 
     status: SolveStatus
@@ -111,33 +111,33 @@ def plan(
 ) -> PlanResult:
     """Choose cut, placement and schedule together, within a limit of time or of work.
 
-    Never worse than the schedule found for the naive plan, which is always among the candidates:
-    equal numbers of layers in the order of the devices.
+    The naive plan is always a candidate: equal numbers of layers in the order of the devices. The
+    result is never worse than the schedule found for it.
 
     Parameters
     ----------
     model
-        What is to be cut.
+        The model to cut.
     time_limit_s
         Seconds, > 0; the call returns soon after.
     work_limit
-        As in `optpipe_solver.solve`; then one thread works, whatever ``threads`` says, and the
-        result is a function of model, seed and this number unless the time limit cuts it short.
+        As in `optpipe_solver.solve`; then only one thread works, with any ``threads``. The result
+        is a function of model, seed and this number, unless the time limit ends the search.
     threads, seed
         As in `optpipe_solver.solve`.
     chunks
-        Stages per device that are tried, each 1-8.
+        Stages per device to try, each 1-8.
     placements
-        Kinds of placement that are tried.
+        Kinds of placement to try.
     start
-        What an earlier plan of the model came to, its problem and its programs: this one is then
-        never worse. It is left out where this one would not look at that placement, or where the
-        problem is no cut of the model.
+        The problem and programs of an earlier plan of the model; the result is then never worse.
+        The start is ignored if its placement is not in the set, or its problem is no cut of the
+        model.
     on_progress
-        Told every improvement of the best schedule, with its problem; ``bound_ms`` is that of the
-        whole set.
+        Called with every improvement of the best schedule, with its problem; ``bound_ms`` is that
+        of the whole set.
     should_stop
-        Asked often; True ends the plan with the best so far.
+        Called often; True ends the plan with the best so far.
 
     Raises
     ------
@@ -194,7 +194,7 @@ def _dumped(value: Problem | Schedule | None) -> Any:
 
 
 def _searched(lines: Lines, num_cut: int) -> str:
-    """Return the set in words; what is not in it is not spoken of by any bound."""
+    """Return the set in words; no bound covers placements outside it."""
     names = dict.fromkeys(
         ("free " if line.free else "")
         + (line.shape if line.chunks == 1 else f"{line.shape} x{line.chunks}")
@@ -238,7 +238,7 @@ def _schedule(best: CutCandidate, stop: Stop) -> Schedule:
 def _without_schedule(
     search: PlanSearch, rows: tuple[PlanRow, ...], even: PlanRow, searched: str
 ) -> PlanResult:
-    """Say what is missing, and whether that is proven for every cut of the set."""
+    """Return the lack of memory in words, and whether it is proven for every cut of the set."""
     proven = search.nothing_fits
     message = "no cut of the placements searched fits the memory limits"
     missing, needs = _least_missing(search)
@@ -258,7 +258,7 @@ def _without_schedule(
 
 
 def _least_missing(search: PlanSearch) -> tuple[str, dict[str, int]]:
-    """Return what the linear cut that comes nearest to fitting needs, in words and in bytes."""
+    """Return the memory that the linear cut nearest to fitting needs, in words and in bytes."""
     line = PlacementLine("linear", 1, natural_order(search.model))
     sizes, _ = roomiest_cut(search.table, line)
     feasible = feasibility(search.model.problem(line.placement, sizes))

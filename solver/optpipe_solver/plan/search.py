@@ -1,7 +1,7 @@
 """The search over cuts: gather by bound, evaluate quickly, move cut points, halve, solve the last.
 
-Nothing is dropped as proven but by its lower bound against a schedule that exists. What is dropped
-because a short search left it behind is said to be just that.
+A candidate counts as refuted only if its lower bound exceeds a known schedule. Candidates dropped
+because a short search found them slower are reported as such.
 """
 
 from __future__ import annotations
@@ -67,33 +67,36 @@ _PATTERNS, _GATHER, _EVALUATE, _MOVE, _HALVE = 0.3, 0.2, 0.25, 0.25, 0.35
 """Shares of the time left at its start that a phase may take; the rest solves the finalists."""
 
 _EVEN = 0.1
-"""Share of the time for the families of the even cut, where one of them fits by then."""
+"""Share of the time for the families of the even cut, if one of them fits by then."""
 
 _PATTERN_TURN = 0.34
-"""Share of what is left for patterns that one of them may take."""
+"""Share of the time left for patterns that a single pattern may take."""
 
 _MOST_KINDS, _MOST_PATTERN_CELLS = 12, 20_000
-"""Runs of equal layers, and cells, up to which the plan MILP is asked.
+"""Maximum numbers of runs of equal layers, and of cells, for the plan MILP.
 
-Each run has variables in each stage; a longest path through more cells takes too long, so often.
+Each run has variables in each stage. The MILP computes longest paths often, and through more cells
+each takes too long.
 """
 
 _EXPLORE = 0.6
 """While more than this share is left, the first three phases are repeated for lines not yet cut."""
 
 _SEARCH_SHARE, _SEARCH_MOST_S = 0.005, 0.5
-"""Local search per candidate in the quick judgement, as a share of the time and in seconds."""
+"""Local search per candidate in the quick evaluation, as a share of the time and in seconds."""
 
 _LINE_TURN = 0.25
-"""Share of what is left for gathering that one line may take."""
+"""Share of the time left for gathering that a single line may take."""
 
 _CUTS_PER_LINE, _CENTRES, _TRIED_NEIGHBOURS = 3, 3, 12
 _SEMIFINALISTS, _FINALISTS = 8, 2
 
 _FAMILY_CELLS, _BOUND_CELLS, _HAND_CELLS, _SIMULATED = 2e4, 3e4, 5e4, 1e7
 _SOLVE_CELLS = 150
-"""Cells of families tried, of cuts bounded and of plans by hand, actions simulated in a local
-search, and cells of what every solve begins with, that are a unit of work (see `Stop`)."""
+"""Amounts per unit of work (see `Stop`).
+
+Cells of families, of bounded cuts and of plans by hand; simulated actions; cells of a full solve.
+"""
 
 
 class PlanSearch:
@@ -102,14 +105,14 @@ class PlanSearch:
     Parameters
     ----------
     model
-        What is cut.
+        The model to cut.
     lines
-        Where its stages may go.
+        The allowed placements of its stages.
     stop
-        The time there is; threads and seed are those of the final solves, the seed also that of
-        the local searches.
+        The limit; threads and seed are those of the final solves, the seed also that of the local
+        searches.
     on_progress
-        Told every improvement of the best schedule over all candidates.
+        Called with every improvement of the best schedule over all candidates.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class PlanSearch:
         self.even = self._add(*self._naive(), is_even=True)
 
     def run(self) -> None:
-        """Search until the time is over or nothing better can exist in the set."""
+        """Search until the time is over or no candidate can be better."""
         self._evaluate(self.even, self.stop.turn(_EVEN))
         self.turn = self.stop
         self._try_by_hand()
@@ -151,7 +154,7 @@ class PlanSearch:
         self._pair_the_best()
 
     def adopt(self, problem: Problem, programs: Programs) -> None:
-        """Begin with what an earlier search found, where it is a cut of a line of this one."""
+        """Begin with an earlier search's schedule, if its problem is a cut of one of the lines."""
         sizes = cut_of(self.model, problem)
         lines = (self.even.line, *self.lines)
         line = next((known for known in lines if known.placement == problem.placement), None)
@@ -162,12 +165,12 @@ class PlanSearch:
 
     @property
     def objective_ms(self) -> float:
-        """The best objective over all candidates; inf where there is none."""
+        """The best objective over all candidates; inf if there is none."""
         return math.inf if self.best is None else self.best.objective_ms
 
     @property
     def bound_ms(self) -> float:
-        """What no schedule of any cut of any line searched, nor of the even cut, can beat."""
+        """A lower bound for the schedules of all cuts of the searched lines and the even cut."""
         return min(*self.line_bounds.values(), self.even.bound_ms, self.objective_ms)
 
     @property
@@ -196,12 +199,12 @@ class PlanSearch:
         return self.candidates[key]
 
     def _note_work(self, candidate: CutCandidate) -> None:
-        """Let what is found next stand in a trace by the work done, where that is limited."""
+        """If work is limited, label the candidate's next trace entries with the work so far."""
         if self.stop.work is not None:
             candidate.best.work = self.stop.spent
 
     def _try_by_hand(self) -> None:
-        """Take what people write by hand: whatever comes later must be better."""
+        """Offer the plans that people write by hand, so that no result is worse than them."""
         for line in self.lines:
             cells = len(line.placement) * self.model.num_microbatches
             if line.free or cells > _MOST_PATTERN_CELLS:
@@ -278,7 +281,7 @@ class PlanSearch:
             centre = best
 
     def _neighbours(self, centre: CutCandidate, turn: Stop) -> list[CutCandidate]:
-        """Return the cuts with one layer moved, as many as the time suffices for."""
+        """Return the cuts with one layer moved, until the time is over."""
         near = []
         for sizes in cuts_with_a_layer_moved(centre.sizes, range(len(centre.sizes))):
             if turn.is_over():  # a bound of many stages takes a tenth of a second
@@ -300,7 +303,7 @@ class PlanSearch:
     def _evaluate(
         self, candidate: CutCandidate, phase: Stop, parent: CutCandidate | None = None
     ) -> None:
-        """Give a candidate a quick value where its bound leaves a chance, once known in a phase."""
+        """Evaluate a candidate quickly, unless done or its bound shows that it cannot be best."""
         if candidate.quick_ms is not None or not self._is_open(candidate):
             return
         programs = None if parent is None else parent.best.programs
@@ -317,7 +320,7 @@ class PlanSearch:
         return not candidate.misfit and not candidate.cannot_beat(self.objective_ms)
 
     def _tell(self, candidate: CutCandidate) -> None:
-        """Make a candidate the best if it is; one that was may have got better since."""
+        """Make a candidate the best if it is, and report; the best one may have improved."""
         known_ms = self.told_ms if candidate is self.best else self.objective_ms
         if candidate.objective_ms >= known_ms:
             return
@@ -426,7 +429,7 @@ class PlanSearch:
         self._tell(candidate)
 
     def _hear(self, candidate: CutCandidate, news: Progress) -> None:
-        """Take what a solve finds as soon as it does."""
+        """Offer a solve's programs to its candidate as soon as they are found."""
         if news.programs is not None and candidate.best.offer(news.programs, news.method):
             self._tell(candidate)
 
@@ -435,13 +438,13 @@ def _by_bound(candidate: CutCandidate) -> tuple[float, tuple[int, ...], tuple[in
     return (candidate.bound_ms, candidate.line.placement, candidate.sizes)
 
 
-# --- One cut on one line while it is searched, and the row that is left of it.
+# --- One cut on one line during the search, and its row in the result.
 
 _ROUNDING = 1e-9
 
 
 class Fate(StrEnum):
-    """What became of a candidate."""
+    """The outcome of a candidate."""
 
     CHOSEN = "chosen"
     SOLVED = "solved fully, slower"
@@ -453,7 +456,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanRow(ShortRepr):
-    """A candidate for people and programs; times in ms, None where there is none.
+    """The report of a candidate; times in ms, None if there is none.
 
     ``quick_ms`` is the best family with a short search, ``final_ms`` the best known at the end.
     """
@@ -482,11 +485,11 @@ class CutCandidate:
     Parameters
     ----------
     model, line, sizes
-        What makes the problem.
+        The inputs of the candidate's problem.
     is_even
-        Whether this is the naive cut all others are held against.
+        Whether this is the naive cut that all others are compared with.
     work
-        Units done so far, where they are limited: the bound stands in the trace by them.
+        Units done so far, if work is limited; they label the bound in the trace.
     """
 
     def __init__(
@@ -512,7 +515,7 @@ class CutCandidate:
 
     @property
     def objective_ms(self) -> float:
-        """The best known; inf where nothing is."""
+        """The best known objective; inf if there is none."""
         return self.best.objective_ms
 
     @property
@@ -521,11 +524,11 @@ class CutCandidate:
         return f"{self.line.label} [{' '.join(map(str, self.sizes))}]"
 
     def cannot_beat(self, objective_ms: float) -> bool:
-        """Whether its bound proves that it is no faster than that."""
+        """Whether the candidate's bound proves that it is no faster than ``objective_ms``."""
         return self.bound_ms >= objective_ms * (1 - _ROUNDING)
 
     def row(self, chosen: CutCandidate | None) -> PlanRow:
-        """Return what is to be said about it at the end."""
+        """Return the candidate's row of the report."""
         known = self.best.programs is not None
         return PlanRow(
             label=self.line.label,
@@ -553,11 +556,11 @@ class CutCandidate:
         return Fate.NOT_TRIED if self.best.programs is None else Fate.SLOWER
 
 
-# --- A quick value of a candidate: the families that are cheap, programs of relatives, a search.
+# --- Quick evaluation of a candidate: cheap families, programs of relatives, a short search.
 
 _SLOW = frozenset({"greedy"})
 _SLOW_FROM_CELLS = 300
-"""Families that take longer than all others together, and from which size on they are left out."""
+"""Families slower than all others together, and the size from which they are left out."""
 
 
 def evaluate_quickly(
@@ -574,12 +577,12 @@ def evaluate_quickly(
     candidate
         Any.
     relatives
-        Programs of cuts with the same placement: they are programs of this one too, and often
-        within its memory. Where one is, families are left out.
+        Programs of cuts with the same placement. They are programs of this one too, and often fit
+        its memory. If one fits, families are left out.
     search_s
-        Most seconds, or units of work, of local search.
+        Maximum seconds, or units of work, of local search.
     stop
-        What there is: looked at between families once something is known.
+        The limit; checked between families once programs are known.
     """
     best = candidate.best
     known = [best.offer(programs, "neighbour") for programs in relatives]
@@ -600,7 +603,7 @@ def search(candidate: CutCandidate, stop: Stop, share: float, seed: int) -> None
     turn = Stop(seconds, work=work, seed=seed, should_stop=stop.is_told)
     improve = improve_by_pairing if candidate.problem.pairs else improve_by_local_search
     improve(candidate.best, turn)
-    # All of it, whenever the search was told that it had found the optimum.
+    # Spend the full share even if the search ended early with a proven optimum.
     stop.spend(share)
 
 
@@ -618,11 +621,10 @@ def _try_families(candidate: CutCandidate, stop: Stop) -> None:
             return
 
 
-# --- What people write by hand: an even cut, or one layer less at both ends, and one mode for all.
-# The schedules are those that frameworks have: 1F1B on a line, interleaved 1F1B on a loop.
-# Embedding and head, a single layer at either end that differs from its neighbour, go with the
-# first and the last stage and count as no layer. A mode is one of the model's menu, the same for
-# every stage.
+# --- Plans by hand: an even cut, or one layer less at both ends, and one mode for all stages.
+# The schedules are those of the frameworks: 1F1B on a line, interleaved 1F1B on a loop.
+# Embedding and head are single layers at either end that differ from their neighbours. They go with
+# the first and the last stage, and do not count as layers. A mode is one of the model's menu.
 
 
 _HAND_FAMILIES = tuple(family for family in FAMILIES if family.name in ("1f1b", "interleaved"))
@@ -631,7 +633,7 @@ _HAND_FAMILIES = tuple(family for family in FAMILIES if family.name in ("1f1b", 
 class HandPlan(NamedTuple):
     """A plan by rule: how the model is cut, the mode of every stage, and the schedule.
 
-    ``rows`` and ``objective_ms`` are None where it does not fit.
+    ``rows`` and ``objective_ms`` are None if the plan does not fit.
     """
 
     cut: str
@@ -648,9 +650,9 @@ class HandPlan(NamedTuple):
 
 
 def hand_cuts(model: Model, num_stages: int) -> dict[tuple[int, ...], str]:
-    """Return the cuts and what they are called; those that leave a stage without a layer are out.
+    """Return the cuts with a layer in every stage, and their names.
 
-    Where layers do not come out even, the stages behind the first have the rest.
+    If the layers do not divide evenly, stages after the first take the rest.
     """
     kinds = layer_kinds(model)
     alone = [len(kinds) > 1 and kinds[at].length == 1 for at in (0, -1)]
@@ -673,8 +675,8 @@ def hand_cuts(model: Model, num_stages: int) -> dict[tuple[int, ...], str]:
 def hand_plans(model: Model, placement: Sequence[int]) -> Iterator[HandPlan]:
     """Yield every plan by rule for a placement, whether it fits or not.
 
-    Transfers take the places that memory leaves them. There are no plans for a placement that
-    neither 1F1B nor interleaved 1F1B runs.
+    Transfers are placed where memory allows. There are no plans for a placement that neither 1F1B
+    nor interleaved 1F1B supports.
     """
     for sizes, cut in hand_cuts(model, len(placement)).items():
         problem = model.problem(placement, sizes)
@@ -691,7 +693,7 @@ def hand_plans(model: Model, placement: Sequence[int]) -> Iterator[HandPlan]:
 
 
 def _modes_for_all(problem: Problem) -> dict[str, list[int]]:
-    """Return the modes that every stage can use, by their numbers; what has no menu keeps."""
+    """Return the numbers of the modes that every stage can use; stages without a menu keep."""
     menus = [[mode.name for mode in menu] for menu in problem.menus]
     longest = max(menus, key=len)
     found = {}
@@ -703,14 +705,14 @@ def _modes_for_all(problem: Problem) -> dict[str, list[int]]:
     return found
 
 
-# --- An earlier plan as the start of a search: which cut of the model its problem is.
+# --- An earlier plan as the start of a search: the cut of the model that makes its problem.
 
 
 def cut_of(model: Model, problem: Problem) -> tuple[int, ...] | None:
-    """Return the layers of each stage; None where the problem is no cut of the model.
+    """Return the layers of each stage; None if the problem is no cut of the model.
 
-    Where a layer has neither time nor bytes, several cuts make the same stages: the fewest layers
-    count for each, and a cut that had more of them may be taken for none.
+    If a layer has neither time nor bytes, several cuts make the same stages. Each stage then counts
+    its minimum number of layers, so that some such cuts are not recognised.
     """
     sizes = []
     first = 0
@@ -728,7 +730,7 @@ def cut_of(model: Model, problem: Problem) -> tuple[int, ...] | None:
 
 
 def _run_length(model: Model, stage: Stage, first: int) -> int | None:
-    """Return how many layers from the first one on make the stage, the fewest that do."""
+    """Return the minimum number of layers from ``first`` on that make the stage, or None."""
     if not 0 <= stage.device < len(model.devices):
         return None
     run: Stage | None = None

@@ -1,43 +1,46 @@
-"""What no cut of a configuration, whatever its schedule, can beat, by arithmetic on its layers.
+"""Lower bounds for every cut and schedule of a configuration, by arithmetic on its layers.
 
-Compute. With F + I + W of all layers B ms and m micro-batches, the p ranks have m B ms to share:
-one of them at least m B / p. Layers are whole: rank r holds as many of the commonest kind as time
-and memory leave it beside embedding or head, and all of them must be held by somebody.
+Compute. F + I + W of all layers take B ms. The p ranks share m B ms for m micro-batches, so one
+rank computes at least m B / p. Layers are whole. Time and memory, less those of embedding or head,
+limit how many layers of the commonest kind rank r holds. The ranks together hold all layers.
 
-Filling. A rank computes nothing before the F's of what lies ahead of its first stage, and with
-fused backwards nothing after the backwards of that. With one stage per rank in a line, rank r's
-loads b satisfy C >= m b_r + a (b_0 + ... + b_(r-1)), where a is 1 with fused backwards, and the
-least share of F in a layer else. All p inequalities are tightest when equal, then
-C = a B / (1 - (1 - a/m)^p). With several stages per rank only one layer per stage is ahead for
-certain, the embedding in the first: of the ranks' mean, C >= m B / p + a times the mean of what is
-ahead. Rank by rank it says more of whole layers: of 16 ranks that share 126 all but one have 8 of
-them, so that one of these has what 13 stages or more do ahead of it.
+Filling. A rank computes nothing before the F's of the layers ahead of its first stage. With fused
+backwards it computes nothing after the backwards of those layers. With one stage per rank in a
+line, rank r's loads b satisfy C >= m b_r + a (b_0 + ... + b_(r-1)). Here a is 1 with fused
+backwards, otherwise the minimum share of F in a layer. All p inequalities are tightest when equal:
+C = a B / (1 - (1 - a/m)^p).
 
-Cut. Of 1F1B and interleaved 1F1B an integer program says more (`optpipe_solver.tune.cut`), of which
-`LayerTable.cut_numbers` are the numbers.
+With several stages per rank, only the embedding and one layer per inner stage are ahead for
+certain. The ranks' mean gives C >= m B / p + a times the mean work ahead. Rank by rank the
+bound is higher for whole layers. If 16 ranks share 126 layers and none has more than 8, at least 14
+ranks have 8. One of these ranks has the work of at least 13 stages ahead of it.
 
-What follows the pipeline (`StepEstimate.after_ms`) is linear in the parameters that a rank holds,
-so that its largest is at least that of a rank with the mean.
+Cut. For 1F1B and interleaved 1F1B an integer program gives a higher bound
+(`optpipe_solver.tune.cut`). `LayerTable.cut_numbers` returns its input.
 
-Kinds. Where ranks have different accelerators, work is counted in ms of the first, and one rank's
-takes at least s_r times as long, s_r the least ratio over the layers. Then the ranks share m B by
-their speeds 1/s_r. Filling asks for the most work u_r / s_r in all under C >= m u_r + a (u_0 + ...
-+ u_(r-1)): any prices y_r >= 0 with m y_r + a (y_(r+1) + ...) >= 1/s_r bound it by C times their
-sum, and those made from the last rank on are small. Packing has every rank's own times and room,
-and the cut. Links are the slowest kind's, as in estimates.
+After. The time after the pipeline (`StepEstimate.after_ms`) is linear in a rank's parameters. The
+largest such time is at least that of a rank with the mean number of parameters.
+
+Kinds. With different accelerators, work is counted in ms of the first. Work on rank r takes at
+least s_r times as long, where s_r is the minimum ratio over the layers. The ranks then share m B by
+their speeds 1/s_r. Filling maximises the sum of u_r / s_r under C >= m u_r + a (u_0 + ... +
+u_(r-1)). Take any prices y_r >= 0 with m y_r + a (y_(r+1) + ...) >= 1/s_r. That sum is at most C
+times the sum of the prices. Prices computed from the last rank on are small. Packing and the cut
+use each rank's own times and memory. Links are the slowest kind's, as in estimates.
 
 Pairs. A forward and a backward together take at least what both compute, and at least what both
-exchange. So with every pass as long as it computes, or all as long as they exchange where that is
-more, any schedule with pairs becomes one without, no longer and with no more memory
-(`optpipe_solver.bounds.bound`): load and filling hold of those.
+exchange. Let every pass last as long as it computes, or as long as it exchanges if all passes
+together exchange longer. Any schedule with pairs then becomes a schedule without pairs that is no
+longer and needs no more memory (`optpipe_solver.bounds.bound`). Load and filling hold for those.
 
-Slices. A rank has all slices' work of a micro-batch to do, but before its first F only the F's of
-a first slice, the shortest, are ahead: a is their least share of all of it.
+Slices. A rank computes all slices of a micro-batch. Before its first F, only the F's of a first
+slice, the shortest, are ahead. So a is their minimum share of the work of all slices.
 
-Memory. When the last F of a micro-batch ends, nothing of it has come back: a rank then holds that
-micro-batch of all its layers, or could have moved it away. 1F1B holds min(m, p - r) micro-batches
-on rank r of a line at once; interleaved 1F1B p of every stage of rank r but the first, which has
-more, and the last, which may have fewer (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+Memory. When the last F of a micro-batch ends, none of its backwards has begun. A rank then holds
+that micro-batch of all its layers, or could have moved it away. On rank r of a line, 1F1B holds
+min(m, p - r) micro-batches at the same time. Interleaved 1F1B holds p of every stage of rank r,
+more of the first stage, and possibly fewer of the last. Source: Narayanan et al. 2021, arXiv
+2104.04473, section 2.2.
 """
 
 from __future__ import annotations
@@ -72,13 +75,13 @@ _HALVINGS = 20
 
 
 class LayerTable:
-    """The layers of a configuration as its bounds see them, for any number of chunks.
+    """The layer numbers that the bounds of a configuration use, for any number of chunks.
 
     Parameters
     ----------
     question, training, pp, kinds
-        What is bounded, over all cuts and all schedules that the framework has. ``kinds`` as in
-        `TuneCandidate`.
+        The configuration to bound, over all cuts and all schedules that the framework has.
+        ``kinds`` as in `TuneCandidate`.
     pairs, slices
         As in `TuneCandidate`.
     """
@@ -166,15 +169,15 @@ class LayerTable:
         return max(pipeline, whole if self.fused else 0.0) + self.after_ms
 
     def packed_ms(self, candidate: TuneCandidate) -> float:
-        """Return a bound of a step with whole layers; infinite where no cut fits."""
+        """Return a bound of a step with whole layers; infinite if no cut fits."""
         m = candidate.num_microbatches
         ms = _Packing(self, candidate).least_ms()
         return max(m * ms + self.after_ms, self.quick_ms(candidate))
 
     def cut_numbers(self, cut: PipelineCut, links: Sequence[Boundary]) -> CutNumbers | None:
-        """Return what decides the best cut; None for other orders, one stage, or too many cells.
+        """Return the input of `best_cut`; None for other orders, one stage, or too many cells.
 
-        ``links`` are what lies between the stages, see `boundaries`.
+        ``links`` are the delays between the stages, see `boundaries`.
         """
         cells = cut.pp * cut.chunks * cut.num_microbatches
         if not self.fused or len(links) == 0 or cells > _MOST_CELLS:
@@ -207,10 +210,11 @@ def tables(question: TuneQuestion) -> Iterator[tuple[LayerTable, Iterator[TuneCa
 
 
 class _Packing:
-    """Layers dealt out whole to ranks; embedding to the first, head to any.
+    """An assignment of whole layers to ranks; the embedding on the first, the head on any.
 
-    They are the kind that takes longest in all, the others left out, or all, each taken for the
-    least of them. How many a rank has in which of its stages is free, but each stage has one.
+    The layers are those of the kind with the longest total time, without the others. Or they are
+    all layers, each with the minimum of every number. A rank divides its layers freely among its
+    stages, but each stage has one.
     """
 
     def __init__(self, table: LayerTable, candidate: TuneCandidate) -> None:
@@ -227,13 +231,13 @@ class _Packing:
         self.ahead_ms = [table.share * ahead_ms / m for ahead_ms in table.ahead_ms]
 
     def _counts(self, rank: int, candidate: TuneCandidate) -> tuple[int, ...]:
-        """Return how many micro-batches each stage of a rank holds at once, at least."""
+        """Return the minimum number of micro-batches that each stage of a rank holds together."""
         if self.table.fused:
             return in_flight(rank, candidate.cut())
         return (1,) * candidate.chunks
 
     def least_ms(self) -> float:
-        """Return the least that a rank which computes longest takes, and waits, by micro-batch."""
+        """Return the minimum ms per micro-batch that the busiest rank computes and waits."""
         if min(layer.whole_ms for layer in self.layers) <= 0:
             return 0.0
         alike = dict.fromkeys(zip(self.layers, self.firsts, self.lasts, strict=True))
@@ -263,7 +267,7 @@ class _Packing:
         return least_ms
 
     def _fits(self, within_ms: float, ahead_ms: Sequence[float] = ()) -> bool:
-        """Whether all layers find a rank that computes no longer than this, what is ahead apart."""
+        """Whether the ranks hold all layers within this time, less the time ahead of each."""
         left_ms = [within_ms - ahead for ahead in ahead_ms or (0.0,) * self.pp]
         both = self._most(0, (self.firsts[0], self.lasts[0]), left_ms[0])
         if self.pp == 1:
@@ -280,14 +284,14 @@ class _Packing:
         return found >= self.number
 
     def _most(self, rank: int, ends: Sequence[LayerNumbers], ms: float) -> int:
-        """Return how many layers a rank can have beside these ends; -1: not even those."""
+        """Return the layers a rank can have in addition to these ends; -1 if the ends exceed it."""
         counts, layer = sorted(self.counts[rank]), self.layers[rank]
         least = counts[0]
         time_left = ms * (1 + _ROUNDING) - sum(end.whole_ms for end in ends)
         room = self.table.rooms[rank] - sum(end.static + least * end.kept for end in ends)
         if room < 0 or time_left < 0:
             return -1
-        # Each stage has a layer, or an end, which may stand where most is held.
+        # Each stage has a layer or an end. The end may be in the stage that holds most.
         forced = counts[1 : len(counts) - len(ends)] if self.is_all else []
         room -= layer.kept * sum(count - least for count in forced)
         each = max(layer.static + least * layer.kept, 1e-9)
@@ -295,9 +299,9 @@ class _Packing:
 
 
 def _dealt(tables: Sequence[Sequence[LayerNumbers]]) -> list[LayerNumbers]:
-    """Return what is dealt out: a kind and how many, or all layers as the least of each number.
+    """Return the layers to assign: one kind, or all layers with the minimum of each number.
 
-    On each kind of accelerator; chosen by the first.
+    One entry per kind of accelerator. The first accelerator's times decide.
     """
     equal: dict[tuple[tuple[float, ...], ...], int] = {}
     for same in zip(*tables, strict=True):
@@ -315,7 +319,8 @@ def _dealt(tables: Sequence[Sequence[LayerNumbers]]) -> list[LayerNumbers]:
 class _KindOfLayer(NamedTuple):
     """A kind of layer: its parameters on a rank, and its numbers on each kind of accelerator.
 
-    On all the same parameters, and nothing at rest among the numbers: that is what replicas change.
+    All accelerators have the same parameters. The numbers contain no static bytes, because replicas
+    change those.
     """
 
     parameters: RankParameters
@@ -332,10 +337,10 @@ def _kinds_of_layer(
     pairs: bool,
     slices: int,
 ) -> tuple[_KindOfLayer, ...]:
-    """Return each kind of layer in model order, what is equal once, embedding and head at the ends.
+    """Return each kind of layer once, in model order, with embedding and head at the ends.
 
-    ``machines`` have `Training.of_layers`, and of the pipeline only counts whether the head has a
-    matrix of its own (``is_tied``): so that most configurations of a question share this.
+    ``machines`` have `Training.of_layers`. Of the pipeline, the result depends only on whether the
+    head has a matrix of its own (``is_tied``). Most configurations of a question share the result.
     """
     pp = 1 if is_tied else 2
     phases = [model_phases(shape, one, pp) if pairs else () for one in machines]
@@ -369,7 +374,7 @@ def _slice_of(training: Training, slices: int, index: int) -> Training:
 def _sliced_parts(
     shape: ModelShape, machine: Machine, slices: int, pp: int
 ) -> Iterator[tuple[LayerProfile, ...]]:
-    """Yield each kind of layer as all slices have it."""
+    """Yield each kind of layer with one profile per slice."""
     cuts = (_slice_of(machine.training, slices, index) for index in range(slices))
     ranks = (machine._replace(training=cut) for cut in cuts)
     return zip(*(profile_layers(shape, one, pp=pp) for one in ranks), strict=True)
@@ -378,7 +383,7 @@ def _sliced_parts(
 def _numbers_of(
     number: int, sliced: Sequence[LayerProfile], hidden: tuple[float, float], *, keeps: bool
 ) -> LayerNumbers:
-    """Return a layer, all its slices together but F: the shortest of a slice; nothing at rest."""
+    """Return a layer's numbers over all slices, except F, the shortest slice's; no static bytes."""
     forwards = [part.times.sums.forward_ms for part in sliced]
     first = sliced[0]
     exchanged = (0.0, 0.0)
@@ -403,7 +408,7 @@ def _whole_ms(parts: Sequence[LayerNumbers]) -> float:
 
 
 def _slower(first: Sequence[LayerNumbers], other: Sequence[LayerNumbers]) -> float:
-    """Return how many times as long other layers take as the first ones, at least."""
+    """Return the minimum ratio of the other layers' times to the first ones'."""
     ratios = [b.whole_ms / a.whole_ms for a, b in zip(first, other, strict=True) if a.whole_ms > 0]
     return min(ratios)
 
@@ -414,7 +419,7 @@ def _shares(parts: Sequence[LayerNumbers]) -> list[float]:
 
 
 def _most_work(slow: Sequence[float], share: float, m: int) -> float:
-    """Return how much work of a micro-batch ranks do at most per ms of a step; see *Filling*."""
+    """Return the maximum work of a micro-batch that ranks do per ms of a step; see *Filling*."""
     if len(set(slow)) == 1:
         return (1.0 - (1.0 - share / m) ** len(slow)) / (share * slow[0])
     prices = 0.0
@@ -426,7 +431,7 @@ def _most_work(slow: Sequence[float], share: float, m: int) -> float:
 def _after_ms(
     parameters: RankParameters, machines: Sequence[Machine], *, is_pipelined: bool
 ) -> float:
-    """Return what follows the pipeline on the ranks together, at least, each parameter's least."""
+    """Return a lower bound of the ms after the pipeline, summed over the ranks."""
     found = 0.0
     for part in (
         (parameters,)

@@ -1,18 +1,21 @@
 """The best cut of fused 1F1B and interleaved 1F1B, by an integer program over its longest paths.
 
-How many layers each stage has, within each rank's memory, against the longest paths of the order,
-messages included, added where they are longer than it says, layers of different kinds in any order
-(`best_cut`). What its relaxation rests on, a mean of paths and prices of memory, bounds by
-arithmetic every other configuration of the same order (`CutPrices`); and what is proven of one
-holds for every other whose numbers are all at least as bad.
+The program chooses the number of layers of each stage, within each rank's memory (`best_cut`). It
+minimises the longest path of the order, messages included. A path becomes a row when it is longer
+than the solution allows. Layers of different kinds may come in any order.
 
-Refuted. Whether any cut is as short as some length is a harder question with a better answer than
-how short the shortest is: within that length a rank's layers are at most a linear program's maximum
-rounded down, which leaves others more, and so on (`_CutsWithin`). Where rounding ends, a number's
-range is halved. Lengths go up from the bound to the best step; each is refuted, or a cut found.
+The relaxation's dual solution is a mean of paths and prices of memory. By arithmetic it bounds
+every other configuration of the same order (`CutPrices`). A bound of one configuration also holds
+for every other one whose numbers are all at least as bad.
 
-Pairs. The order is Megatron-Core's with pairs, each of which lasts in full but for the most that
-either of its passes can hide (`optpipe.planning.overlap.most_hidden`).
+Refuted. To decide whether some length is possible gives a better bound than to minimise the length.
+Within that length, a linear program's maximum, rounded down, limits the layers of each rank. This
+leaves more layers for the others, and so on (`_CutsWithin`). If rounding changes nothing more, a
+number's range is halved. Lengths go up from the bound to the best step. For each length, a cut is
+found or the length is refuted.
+
+Pairs. The order is Megatron-Core's with pairs. Each pair lasts in full, less the most that either
+of its passes can hide (`optpipe.planning.overlap.most_hidden`).
 """
 
 from __future__ import annotations
@@ -55,23 +58,23 @@ _WHOLE = 1e-4
 _STEPPED, _FOUND, _FIRST_STEP, _TURN = 0.3, 0.4, 0.25, 0.6
 _SEPARATED, _MOST_ROWS, _SEEN, _MOST_SOLVED = 8, 1500, 40, 50
 _CELLS, _BUILD = 1e6, 10.0
-"""Cells of longest paths that are a unit of work (see `Stop`), and how many are as much as one."""
+"""Cells of longest paths per unit of work (see `Stop`), and path searches that a build costs."""
 
 _FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
 
 
 def fused_family(chunks: int, *, pairs: bool = False) -> str:
-    """Return the fused order that frameworks have for so many stages of each rank."""
+    """Return the name of the frameworks' fused order for this number of stages per rank."""
     if pairs:
         return "1f1b-overlap"
     return "1f1b" if chunks == 1 else "interleaved"
 
 
 class LayerNumbers(NamedTuple):
-    """One kind of layer: how many, ms of F and of everything, bytes, and what may hide in pairs.
+    """One kind of layer: how many, ms of F and of all passes, bytes, and ms to hide in pairs.
 
-    Bytes by micro-batch, at rest, and beside while F and B run; ms of exchange with experts in F
-    and in all; the most ms that F and B hide.
+    Bytes are kept per micro-batch, static, and workspaces of F and B. The exchange with experts is
+    in ms of F and of all passes. The hidden ms are the maximum that F and B hide.
     """
 
     number: int
@@ -94,12 +97,12 @@ class LayerNumbers(NamedTuple):
         return (*alone, forward_ms - self.hidden_forward_ms, back_ms - self.hidden_back_ms)
 
     def with_static(self, static: float) -> LayerNumbers:
-        """With so many bytes at rest."""
+        """Return the layer with this number of static bytes."""
         return LayerNumbers(*self[:4], static, *self[5:])
 
     @property
     def computed(self) -> LayerNumbers:
-        """With passes that last as long as they compute."""
+        """The layer with passes that last as long as they compute."""
         return self._replace(
             forward_ms=self.forward_ms - self.exchanged_forward_ms,
             whole_ms=self.whole_ms - self.exchanged_ms,
@@ -107,19 +110,19 @@ class LayerNumbers(NamedTuple):
 
     @property
     def exchanged(self) -> LayerNumbers:
-        """With passes that last as long as they exchange."""
+        """The layer with passes that last as long as they exchange."""
         return self._replace(forward_ms=self.exchanged_forward_ms, whole_ms=self.exchanged_ms)
 
 
 class CutNumbers(NamedTuple):
-    """What decides the best cut of fused 1F1B; the same for many candidates.
+    """The input of the cut program of fused 1F1B; the same for many candidates.
 
     Parameters
     ----------
     pp, chunks, num_microbatches, links
-        Ranks, stages of each, micro-batches, and what lies between the stages (`boundaries`).
+        Ranks, stages per rank, micro-batches, and delays between the stages (`boundaries`).
     layers
-        Each kind of layer but embedding and head, on each rank.
+        Each kind of layer except embedding and head, on each rank.
     ends
         Embedding and head.
     rooms
@@ -144,7 +147,7 @@ class CutNumbers(NamedTuple):
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The kinds of durations that `passes` are of."""
+        """The kinds of durations in `passes`."""
         return (_FORWARD, _BACK, PAIRED_FORWARD, PAIRED_BACK)[: 4 if self.pairs else 2]
 
     def passes(self, part: LayerNumbers) -> tuple[float, ...]:
@@ -157,7 +160,7 @@ class CutNumbers(NamedTuple):
         return np.array([[self.passes(one) for one in self.layers[r]] for r in self.placement])
 
     def is_no_better_than(self, other: CutNumbers) -> bool:
-        """Whether no cut is shorter here or fits here alone: each number is at least as bad."""
+        """Whether each number is at least as bad: no cut is shorter here or fits only here."""
         if (*self[:3], self.pairs) != (*other[:3], other.pairs) or any(
             a.number != b.number for a, b in zip(self.layers[0], other.layers[0], strict=False)
         ):
@@ -166,7 +169,7 @@ class CutNumbers(NamedTuple):
 
     @property
     def _costs(self) -> Floats:
-        """What a cut is shorter, or fits better, with less of."""
+        """The numbers whose decrease makes a cut shorter or lets it fit."""
         parts = [part for rank in self.layers for part in rank] + list(self.ends)
         costs = [
             (*self.passes(one), one.kept, one.static, one.forward_workspace, one.back_workspace)
@@ -175,11 +178,11 @@ class CutNumbers(NamedTuple):
         return np.array([*_flat(self.links), *(-room for room in self.rooms), *chain(*costs)])
 
     def of_layers(self, counts: Floats) -> Floats:
-        """Return by stage and kind of layer how much longer one makes a path."""
+        """Return the ms that one more layer adds to a path, by stage and kind of layer."""
         return np.asarray(np.einsum("ks,stk->st", counts[list(self.kinds)], self.all_passes))
 
     def durations(self, layers: Floats) -> Floats:
-        """Return what stages take, by kind of duration and stage, from layers by stage and kind."""
+        """Return ms by kind of duration and stage, from layers by stage and kind."""
         found = np.zeros((NUM_DURATIONS + 2 * self.pairs, self.pp * self.chunks))
         found[list(self.kinds)] = np.einsum("st,stk->ks", layers, self.all_passes)
         for stage, end in zip((0, -1), self.ends, strict=True):
@@ -187,7 +190,7 @@ class CutNumbers(NamedTuple):
         return found
 
     def beside(self, moment: MemoryMoment) -> float:
-        """Return the workspace of what runs at a moment, at least, in bytes."""
+        """Return the minimum workspace of the pass that runs at a moment, in bytes."""
         ends = {0: self.ends[0], self.pp * self.chunks - 1: self.ends[1]}
         end = ends.get(moment.stage)
         parts = self.layers[self.placement[moment.stage]] if end is None else (end,)
@@ -212,7 +215,7 @@ class CutNumbers(NamedTuple):
         }
 
     def most_layers(self, rank: int, moment: MemoryMoment) -> int:
-        """Return how many layers a rank has at most then, whichever of its stages has them."""
+        """Return the maximum number of layers of a rank at a moment, in any of its stages."""
         each = {s: max(min(need), 1e-9) for s, need in self.layer_bytes(rank, moment).items()}
         ends = (0, self.pp * self.chunks - 1)
         forced = [need for stage, need in each.items() if stage not in ends]
@@ -230,22 +233,22 @@ def _held_by_stage(
 
 
 class CutPrices(NamedTuple):
-    """What a relaxed cut program rests on: a mean of paths, and what memory costs.
+    """The dual solution of a relaxed cut program: a mean of paths, and prices of memory.
 
-    Any such numbers bound every cut of every configuration of the same order, by arithmetic: a
-    layer in a stage costs what it adds to the mean path and the price of its bytes, so at least
-    what it costs in its cheapest stage; and each inner stage has a layer, at its own cost.
+    Any such numbers bound every cut of every configuration of the same order, by arithmetic. A
+    layer costs what it adds to the mean path and the price of its bytes. This is at least its cost
+    in the cheapest stage. Each inner stage has a layer, at its own cost.
 
     Parameters
     ----------
     counts
         How often (kind, stage) is on the mean path.
     constant_ms, links
-        What else it takes, with what lies between the stages.
+        The other ms of that path, and the delays between the stages.
     moments
         Rank, moment, price in ms of a rank's whole memory, and of a layer's place.
     given, least_ms
-        What it was solved for, and what no cut of that undercuts.
+        The numbers of the solved program, and a lower bound of their cuts.
     """
 
     counts: Floats
@@ -256,9 +259,9 @@ class CutPrices(NamedTuple):
     least_ms: float = 0.0
 
     def bound_ms(self, given: CutNumbers) -> float:
-        """Return what no cut of other numbers of the same order undercuts, in ms of the pipeline.
+        """Return a lower bound for other numbers of the same order, in ms of the pipeline.
 
-        0 where messages fill a link there and do not here: then they wait for none.
+        0 if messages fill a link in the solved program but not here: then they do not queue.
         """
         pairs = zip(_flat(self.links), _flat(given.links), strict=True)
         cheaper = min((here / there for there, here in pairs if there > 0), default=1.0)
@@ -285,12 +288,12 @@ def _flat(links: Sequence[Boundary]) -> Iterator[float]:
 
 
 class BestCut(NamedTuple):
-    """What no cut into whole layers undercuts, in ms of the pipeline, and a good cut.
+    """A lower bound of all cuts into whole layers, in ms of the pipeline, and a good cut.
 
-    The bound is infinite where no cut fits, and need not be more than what was enough; the cut,
-    embedding and head counted as layers, is empty where none was found in time, and may not fit or
-    be longer where layers differ. ``work`` is what it took, in units (see `Stop`); ``prices`` what
-    the relaxation rests on, where it has a solution.
+    The bound is infinite if no cut fits. It need not exceed the ``enough_ms`` of the call.
+    ``sizes`` count embedding and head as layers, and are empty if no cut was found in time. If
+    layers differ, the cut may not fit, or take longer. ``work`` is in units (see `Stop`).
+    ``prices`` is the dual solution of the relaxation, if there is one.
     """
 
     bound_ms: float
@@ -307,10 +310,10 @@ def best_cut(
     relaxed: bool = False,
     least_ms: float = 0.0,
 ) -> BestCut:
-    """Return the bound of all cuts and a good one, found once for the same numbers and limits.
+    """Return the bound of all cuts and a good cut; cached for the same numbers and limits.
 
-    The bound alone, and quickly, with layers in parts, where it is ``relaxed``. ``least_ms``:
-    where it is above 0, a bound that is known, and all that is done is to raise it.
+    If ``relaxed``, return only the bound of the relaxation, which is quick. ``least_ms``: if above
+    0, a known bound, which the call only tries to raise.
     """
     stop = stop or Stop(inf)
     limit = stop.limit_s if stop.work is None else stop.left_work
@@ -338,7 +341,7 @@ def _kept(
     is_timed: bool,  # noqa: ARG001
     goal: tuple[bool, float],  # noqa: ARG001
 ) -> list[BestCut]:
-    """Return where an answer is kept, empty before it is there."""
+    """Return the list that caches an answer, empty until there is one."""
     return []
 
 
@@ -370,7 +373,7 @@ class _CutProgram:
             model.add(total([row[t] for row in self.layers]) == kind.number)
         for row in self.layers[1:-1]:
             model.add(at_least(total(list(row)), 1.0))
-        # What a rank has in all its stages is whole too: branching on that decides most.
+        # A rank's layers in all its stages are whole too. Branching on that number decides most.
         ranks = [[s for s in self.stages if given.placement[s] == r] for r in range(given.pp)]
         self.sums = [
             [self._sum(model, f"stage_{s}", [s]) for s in self.stages],
@@ -379,7 +382,7 @@ class _CutProgram:
                 for r, own in enumerate(ranks if chunks > 1 else ())
             ],
         ]
-        # Rows of memory, to which `_priced` comes back: where they begin, and which they are.
+        # Rows of memory, which `_priced` reads: the index of the first row, and the moments.
         self.first = len(model.constraints)
         self.memory_rows: list[tuple[int, list[MemoryMoment]]] = []
         for rank, moments in enumerate(self.pattern.moments):
@@ -387,7 +390,7 @@ class _CutProgram:
             self.memory_rows.append((rank, fullest))
             for moment in fullest:
                 model.add(self._fits(rank, moment))
-            # Whole layers are fewer than what is left of a layer's room everywhere would hold.
+            # The rank's whole layers are fewer than its memory holds in fractions of layers.
             most = min(given.most_layers(rank, one) for one in fullest)
             own = [s for s, device in enumerate(given.placement) if device == rank]
             terms = [-1.0 * one for s in own for one in self.layers[s]]
@@ -401,7 +404,7 @@ class _CutProgram:
         self.paths: list[LongestPath] = []
 
     def _sum(self, model: MilpModel, name: str, stages: Sequence[int]) -> Variable:
-        """Return how many layers some stages have, of all kinds."""
+        """Return the number of layers of all kinds in some stages, as a variable."""
         parts = [one for s in stages for one in self.layers[s]]
         if len(parts) == 1:
             return parts[0]
@@ -411,7 +414,7 @@ class _CutProgram:
         return found
 
     def _fits(self, rank: int, moment: MemoryMoment) -> Constraint:
-        """Return that a rank fits at a moment, in shares of its memory."""
+        """Return the row that a rank's memory suffices at a moment, in shares of its memory."""
         given = self.given
         whole = given.rooms[rank]
         terms: list[Linear] = [
@@ -422,7 +425,7 @@ class _CutProgram:
         return at_least(total(terms), -given.room(rank, moment) / whole)
 
     def _priced(self) -> CutPrices | None:
-        """Return what the relaxation that was solved last rests on; None where on no path."""
+        """Return the dual solution of the last relaxation; None if it prices no path."""
         prices = np.maximum(0.0, self.rows.prices())
         share = float(prices[self.num_rows :].sum())
         if share <= 0.0:
@@ -449,9 +452,9 @@ class _CutProgram:
     def solved(
         self, stop: Stop, enough_ms: float, *, relaxed: bool = False, least_ms: float = 0.0
     ) -> tuple[float, tuple[int, ...]]:
-        """Add paths to the relaxation, then to the program itself, while that says more.
+        """Add paths to the relaxation, then to the integer program, while the bound rises.
 
-        ``least_ms``: a bound that is known, from which the program itself goes on, if above 0.
+        ``least_ms``: if above 0, a known bound from which the integer program starts.
         """
         stop.spend(_BUILD * self.cells)
         said_ms, sizes = self._said(stop, enough_ms, 0.0, is_integer=False)
@@ -468,9 +471,9 @@ class _CutProgram:
     def _stepped(
         self, stop: Stop, said_ms: float, enough_ms: float
     ) -> tuple[float, tuple[int, ...]]:
-        """Go from a bound to what is enough: no cut is as short as some length, or one may be.
+        """Raise the bound up to ``enough_ms``, by lengths that are refuted or give a cut.
 
-        In steps that double, and are a quarter of that where a turn was over before its end.
+        Steps double after a refutation. They shrink to a quarter if a turn ends without a result.
         """
         most_ms, sizes, top_ms = enough_ms * (1 + 2 * _TOLERANCE), _NO_CUT, self.length.upBound
         step = _FIRST_STEP
@@ -502,7 +505,7 @@ class _CutProgram:
     ) -> tuple[float, tuple[int, ...]]:
         known_ms, centre, sizes, recent = inf, None, _NO_CUT, [-1.0] * _PATIENCE
         while not stop.is_over() and said_ms * (1 - _TOLERANCE) < enough_ms:
-            # Far from the best known, rows say more than branching does.
+            # Far from the best known length, rows raise the bound more than branching does.
             gap = _COARSE if known_ms > said_ms * (1 + 2 * _COARSE) else _ENOUGH / 2
             outcome = self.rows.solve(stop, integer=is_integer, gap=gap)
             if outcome.status is MilpStatus.INFEASIBLE:
@@ -514,7 +517,7 @@ class _CutProgram:
                 self.prices = self._priced() or self.prices
             layers = np.array([[outcome.values[one] for one in row] for row in self.layers])
             if centre is not None and not is_integer:
-                # Between what the program says and the best known, where rows cut off most.
+                # Between the program's solution and the best known one, where rows cut off most.
                 layers = 0.4 * layers + 0.6 * centre
             paths = self.paths_of(layers)
             stop.spend(self.cells)
@@ -545,7 +548,7 @@ class _CutProgram:
         return self.pattern.longest_paths(durations)
 
     def add_path(self, path: LongestPath) -> None:
-        """Add that the length is at least that of a path."""
+        """Add the row that the length is at least a path's length."""
         factors = np.einsum("ks,stk->st", path.counts[self.kinds], self.all_passes)
         of_ends = float((path.counts * self.of_ends).sum())
         used = factors != 0.0
@@ -555,17 +558,17 @@ class _CutProgram:
 
 
 class _CutsWithin:
-    """The cuts that take at most ``most_ms``: whether there are any.
+    """The search for a cut that takes at most ``most_ms``.
 
-    How many layers each rank has at most is a linear program's maximum, rounded down, in turn and
-    each within what is known of the others, until nothing changes; then two halves of a number that
-    is not whole, a rank's or, where those all are, a stage's, are looked at by themselves.
+    A linear program's maximum, rounded down, limits the layers of each rank. The limits of all
+    ranks tighten each other until nothing changes. Then the range of a number that is not whole is
+    halved, and each half is searched. Numbers of ranks come first, then those of stages.
     """
 
     def __init__(self, program: _CutProgram, most_ms: float) -> None:
         self.program, self.most_ms, self.rows = program, most_ms, program.rows
         layers = [one for row in program.layers for one in row]
-        # Where there is one kind, its numbers are the stages'.
+        # With a single kind of layer, its numbers equal the stages' numbers.
         kinds = layers if len(program.given.layers[0]) > 1 else []
         self.groups = [group for group in (*reversed(program.sums), kinds) if group]
         self.bounds = {one: (0.0, float(one.upBound)) for group in self.groups for one in group}
@@ -575,7 +578,7 @@ class _CutsWithin:
         self._set(self.bounds, is_new=True)
 
     def is_empty(self, stop: Stop) -> bool:
-        """Return True where there is none; False where one was ``found``, or the work is over."""
+        """Return True if there is no cut; False if one was ``found``, or the work is used up."""
         if self._is_rounded_away(stop):
             return True
         for _ in range(_MOST_SOLVED):
@@ -594,7 +597,7 @@ class _CutsWithin:
         return False
 
     def _least_whole(self, point: Mapping[Variable, float]) -> Variable | None:
-        """Return the number that is farthest from whole, of the first group that has any."""
+        """Return the variable farthest from a whole number, of the first group that has any."""
         for group in self.groups:
             one = max(group, key=lambda one: abs(point[one] - round(point[one])))
             if abs(point[one] - round(point[one])) > _WHOLE:
@@ -618,7 +621,7 @@ class _CutsWithin:
         self.bounds = bounds
 
     def _is_rounded_away(self, stop: Stop) -> bool:
-        """Round down the most that ranks have until nothing changes; whether nothing is left."""
+        """Round down the maxima of ranks until nothing changes; return whether no cut is left."""
         before: dict[Variable, tuple[float, float]] = {}
         while before != self.bounds and not stop.is_over():
             before = self.bounds
@@ -638,7 +641,7 @@ class _CutsWithin:
         return False
 
     def _is_reached(self, one: Variable, high: float) -> bool:
-        """Whether a point that was seen is so near that nothing can be rounded off."""
+        """Whether a known point is so near the limit that rounding cannot lower it."""
         return any(
             point[one] > high - 1 + _WHOLE
             and all(a - _WHOLE <= point[k] <= b + _WHOLE for k, (a, b) in self.bounds.items())
@@ -646,9 +649,9 @@ class _CutsWithin:
         )
 
     def _extreme(self, factors: Mapping[Variable, float], stop: Stop) -> tuple[MilpOutcome, bool]:
-        """Minimise, and add the longest paths where they are longer than they may be.
+        """Minimise, and add the longest paths that exceed the limit.
 
-        Whether none is at the end, too.
+        Return the outcome, and whether no path exceeds the limit at the end.
         """
         program = self.program
         self.rows.minimise(factors)
@@ -673,7 +676,7 @@ class _CutsWithin:
 def _fullest(
     moments: Sequence[MemoryMoment], beside: Callable[[MemoryMoment], float]
 ) -> list[MemoryMoment]:
-    """Return the moments that no other exceeds, by micro-batches of each stage and bytes beside."""
+    """Return the moments that no other exceeds, by micro-batches of each stage and workspace."""
     found = {(*(row[HELD] for row in one.counts), beside(one)): one for one in moments}
     kept: list[tuple[float, ...]] = []
     for key in sorted(found, reverse=True):

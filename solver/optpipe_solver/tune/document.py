@@ -183,7 +183,7 @@ def _fixed(request: TuneRequest) -> dict[str, int]:
 def read_current(
     question: TuneQuestion, text: str, *, is_torchtitan: bool | None = None
 ) -> Configuration:
-    """Return what is run today, from Megatron's arguments or YAML, or a torchtitan config.
+    """Return today's configuration, from Megatron's arguments or YAML, or a torchtitan config.
 
     ``is_torchtitan``: None = by the question's framework; for any, by the word ``parallelism``.
 
@@ -237,7 +237,7 @@ def _kinds_today(question: TuneQuestion, training: Training) -> tuple[Hardware, 
     Raises
     ------
     InputError
-        If a stage would stand on two kinds.
+        If a stage would be on two kinds.
     """
     orders = question.orders(training.ranks)
     if orders:
@@ -285,7 +285,7 @@ def calibrated(
 
 
 def current_configuration(question: TuneQuestion, run: CurrentRun) -> Configuration:
-    """Return what is run today; without layers, the model is cut as frameworks cut it.
+    """Return today's configuration; without layers, the model is cut as frameworks cut it.
 
     Raises
     ------
@@ -349,7 +349,7 @@ def current_configuration(question: TuneQuestion, run: CurrentRun) -> Configurat
 def read_row(
     question: TuneQuestion, row: Mapping[str, Any], problem: Problem, programs: Programs
 ) -> TuneRow:
-    """Return a row again, from what `TuneRow.as_json` said of it and what was simulated."""
+    """Return a row from the output of `TuneRow.as_json` and its simulated schedule."""
     pp, chunks = row["pp"], row["chunks"]
     by_name = {one.name: one for one in question.all_kinds}
     places = [name for name in get_args(Placement) if name != "linear" or chunks == 1]
@@ -392,11 +392,11 @@ def read_row(
     )
 
 
-# --- What is kept while a search goes on, and of its answers afterwards.
+# --- The stored state of a running search, and of its answers afterwards.
 
 
 def checkpoint_of(result: TuneResult, *, is_over: bool = False) -> str:
-    """Return what `read_checkpoint` reads, as JSON text; ``is_over``: the search has ended."""
+    """Return the JSON text for `read_checkpoint`; ``is_over``: the search has ended."""
     current = [] if result.current is None else [result.current]
     kept = {id(row): row for row in (*result.rows[:_MOST_KEPT], *result.pareto, *current)}
     looks = [
@@ -424,7 +424,7 @@ def checkpoint_of(result: TuneResult, *, is_over: bool = False) -> str:
 
 
 def read_checkpoint(question: TuneQuestion, text: str) -> TuneCheckpoint | None:
-    """Return where a search stood; None where another version of OptPipe wrote it."""
+    """Return the state of a search; None if another version of OptPipe wrote it."""
     kept = json.loads(text)
     if kept["version"] != _VERSION:
         return None
@@ -441,7 +441,7 @@ def read_checkpoint(question: TuneQuestion, text: str) -> TuneCheckpoint | None:
 
 
 def read_kept(question: TuneQuestion, text: str, row_id: str) -> TuneRow | None:
-    """Return a row of a checkpoint with its problem and schedule; None where it has none so."""
+    """Return a row of a checkpoint with its problem and schedule; None if it has no such row."""
     for kept in json.loads(text)["rows"]:
         if kept["row"]["id"] == row_id:
             return _read_kept(question, kept)

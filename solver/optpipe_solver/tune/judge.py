@@ -1,4 +1,4 @@
-"""One configuration as a model to cut: what its schedules take as whole steps, simulated."""
+"""One configuration as a model to cut, and the simulated step times of its schedules."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ class TuneRow(ShortRepr):
     step_ms, makespan_ms
         Of the whole step, and of the schedule alone, by the simulator.
     method
-        Who made the schedule.
+        The method that found the schedule.
     peak_bytes
-        Of each pipeline rank, everything reserved counted.
+        Of each pipeline rank, including reserved memory.
     memory
-        The same by what it is for.
+        The same by purpose.
     tokens_per_s_per_gpu, mfu
         By ``step_ms``.
     problem, programs
-        What was simulated.
+        The simulated problem and programs.
     """
 
     configuration: Configuration
@@ -145,10 +145,10 @@ class TuneRow(ShortRepr):
     def as_json(
         self, framework: Framework | None = None, price_per_gpu_hour: float | None = None
     ) -> dict[str, Any]:
-        """Return it as JSON values, without the programs; ``id`` tells rows of a search apart.
+        """Return it as JSON values, without the programs; ``id`` is unique in a search.
 
-        ``framework``: whose ``command`` trains by it; None = without. ``price_per_gpu_hour``: adds
-        the cost of a million tokens.
+        ``framework`` adds its ``command``; None = without. ``price_per_gpu_hour`` adds the cost of
+        a million tokens.
         """
         fields = self._fields()
         text = json.dumps(fields, sort_keys=True)
@@ -227,7 +227,7 @@ class ScalingRow(ShortRepr):
 
 
 class Look(NamedTuple):
-    """How closely a candidate was looked at, its bound of a step, and 1F1B's time by formula."""
+    """A candidate's evaluation level, its bound of a step, and 1F1B's time by formula."""
 
     entry: int
     level: int
@@ -253,13 +253,13 @@ class TuneCheckpoint:
     Parameters
     ----------
     looks
-        How closely each candidate was looked at, with its bound.
+        The evaluation level and bound of each candidate.
     rows
-        The best, the Pareto front and what is run today, with their schedules.
+        The best, the Pareto front and today's run, with their schedules.
     is_over
-        Whether that search had ended by itself: then plans may be tried again, with more time.
+        Whether that search ended without a limit. Then plans may be tried again, with more time.
     work
-        Units of work that it took, where that was limited.
+        Units of work of that search, if work was limited.
     """
 
     looks: Looks
@@ -269,11 +269,11 @@ class TuneCheckpoint:
 
 
 def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | None:
-    """Return a given configuration on the same terms: simulated 1F1B, interleaved with chunks.
+    """Return the row of a given configuration: simulated 1F1B, interleaved with chunks.
 
-    Its layers are cut as frameworks cut them, or as its ``sizes`` say. It runs: so it needs no
-    headroom, and where it exceeds the memory in this model, ``peak_bytes`` says by how much. None
-    where there is too much to simulate.
+    Its layers are cut by its ``sizes``, or as frameworks cut them. The configuration runs today, so
+    it needs no headroom. If it exceeds the memory in this model, ``peak_bytes`` is above the limit.
+    None if there is too much to simulate.
     """
     cut, question = configuration.pipeline, replace(question, headroom=0.0)
     configuration_judge = ConfigurationJudge(
@@ -319,9 +319,9 @@ class ConfigurationJudge:
     Parameters
     ----------
     question
-        Framework, memory and what calibrates.
+        Framework, memory and calibration.
     training, cut
-        The candidate, whose layers may be cut otherwise.
+        The candidate; its layers may be cut differently.
     kinds
         As in `TuneCandidate`.
     is_limited
@@ -364,11 +364,11 @@ class ConfigurationJudge:
 
     @property
     def model(self) -> Model:
-        """The layers, and what they run on."""
+        """The layers and their devices."""
         return self.estimate.model
 
     def cut_numbers(self, table: LayerTable) -> CutNumbers | None:
-        """Return what decides the best cut; None where that is not known."""
+        """Return the input of `best_cut`; None if the order has none."""
         model = self.model
         if len({stage.output_bytes for stage in model.stages_on[0][:-1]}) > 1:
             return None
@@ -384,9 +384,9 @@ class ConfigurationJudge:
     ) -> tuple[TuneRow | None, float, CutPrices | None]:
         """Return the schedule of the cut that `best_cut` finds, its bound in ms, and its prices.
 
-        The bound is of the pipeline alone, whatever its cut, 0 where nothing is known. Nothing is
-        simulated where no step is below ``best_ms``, or where it is ``relaxed``. ``least_ms``: a
-        bound of a step that is known.
+        The bound is that of the pipeline alone, for all cuts, 0 if none is known. Nothing is
+        simulated if no step is below ``best_ms``, or if ``relaxed``. ``least_ms`` is a known bound
+        of a step.
         """
         cut = self.cut
         table = LayerTable(self.question, self.training, cut.pp, self.kinds, pairs=cut.pairs)
@@ -444,7 +444,7 @@ class ConfigurationJudge:
     def by_families(self, sizes: tuple[int, ...]) -> TuneRow | None:
         """Return the fastest schedule of the framework's families that fits, of a cut.
 
-        None too where there are too many cells to simulate.
+        None too if there are too many cells to simulate.
         """
         if self.num_cells > _MOST_SIMULATED:
             return None
@@ -562,7 +562,7 @@ class ConfigurationJudge:
         return self._row(best), found.bound_ms or 0.0
 
     def _row(self, best: Incumbent) -> TuneRow | None:
-        """Return a whole step with the best programs known of a cut; None without any."""
+        """Return the row of a whole step with a cut's best known programs; None without any."""
         if best.programs is None or best.metrics is None:
             return None
         problem = best.problem
@@ -595,14 +595,14 @@ class ConfigurationJudge:
 
 
 def _with_peak(memory: RankMemory, peak_bytes: int) -> RankMemory:
-    """Return the parts of a rank, activations being what this schedule holds of them."""
+    """Return the memory of a rank by part, with the activations that this schedule holds."""
     fixed = memory.total - memory.activations
     shown = memory._replace(activations=max(0.0, peak_bytes - fixed))
     return RankMemory(*(float(round(part)) for part in shown))
 
 
 def _kept_only(model: Model) -> Model:
-    """Return the model without offload and recomputation beyond what its times already say."""
+    """Return the model with only the recomputation that its times already include."""
     fields = model.model_dump(mode="json", by_alias=True, exclude_none=True)
     for layer in fields["layers"]:
         for times in (layer, *layer.get("times_on", {}).values()):
@@ -613,7 +613,7 @@ def _kept_only(model: Model) -> Model:
 
 
 def _placed(cut: PipelineCut, problem: Problem) -> PipelineCut:
-    """Return how a problem of a search is cut: its own number of chunks, in a line, loop or V."""
+    """Return the cut of a search's problem: its own number of chunks, in a line, loop or V."""
     chunks = len(problem.stages) // cut.pp
     names: tuple[str, ...] = ("linear",) if chunks == 1 else ("loop", "v")
     found = [n for n in names if placement_of(n, cut.pp, chunks) == problem.placement]
@@ -621,7 +621,7 @@ def _placed(cut: PipelineCut, problem: Problem) -> PipelineCut:
 
 
 def _with_memory(problem: Problem, memory_bytes: Sequence[int]) -> Problem:
-    """Return the problem with so much memory per device."""
+    """Return the problem with this memory per device."""
     devices = [
         device.model_copy(update={"memory_bytes": one})
         for device, one in zip(problem.devices, memory_bytes, strict=True)

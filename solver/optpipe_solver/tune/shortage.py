@@ -49,7 +49,7 @@ def shortage(question: TuneQuestion, *, should_stop: Callable[[], bool] | None =
 
 
 def nearest_configuration(question: TuneQuestion) -> tuple[Configuration, float]:
-    """Return the configuration that lacks the least memory, and a lower bound of what it lacks.
+    """Return the configuration with the smallest lack of memory, and a lower bound of that lack.
 
     The bound is in bytes per GPU. It is at most 0 if the mean GPU has enough memory, but no cut
     into layers fits.

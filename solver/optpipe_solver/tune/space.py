@@ -49,35 +49,35 @@ class TuneQuestion:
     Parameters
     ----------
     shape, hardware
-        What is trained, and on what.
+        The model to train, and the accelerator.
     num_gpus
         Accelerators, all together.
     global_batch
         Sequences of a step.
     training
-        What all configurations share: sequence, precision, and the switches that are no degrees of
-        parallelism. Its degrees, micro-batch, ``zero`` and ``recompute`` are not looked at.
+        The settings that all configurations share: sequence, precision, and the switches that are
+        no degrees of parallelism. Its degrees, micro-batch, ``zero`` and ``recompute`` are ignored.
     framework
-        Whose schedules, recomputation and sharding may be answered. ``megatron``: 1F1B and
-        interleaved 1F1B, with experts also in pairs (its combined 1F1B), modules by its names,
-        distributed optimizer, or FSDP without a pipeline.
+        The framework whose schedules, recomputation and sharding the space contains. ``megatron``:
+        1F1B and interleaved 1F1B, with experts also in pairs (its combined 1F1B), modules by its
+        names, distributed optimizer, or FSDP without a pipeline.
         ``torchtitan``: fused and split backwards in any order, blocks recomputed or not, FSDP2.
         ``huggingface``: the same, with layers of transformers in `optpipe.runtime`.
         ``any``: what `optpipe.runtime` runs, pairs and slices of long sequences included.
     fixed
         Values of `FIXABLE` that are not searched.
     memory_bytes
-        Of a device, instead of all it has.
+        Usable memory of a device, instead of all its memory.
     headroom
-        In [0, 1): share of it that every answer leaves free, because bytes are estimates too.
+        In [0, 1): share of that memory that every row leaves free, because bytes are estimates.
     time_factor
         Multiplies every time, as `optpipe.planning.estimate` does.
     byte_factor
-        Multiplies all bytes but static ones, as `optpipe.planning.estimate` does.
+        Multiplies all bytes except static ones, as `optpipe.planning.estimate` does.
     kinds
-        Where accelerators differ: each kind and how many there are, ``hardware`` the first. All of
-        a stage's ranks are of one kind, and pipeline ranks of a kind stand in a row; any kind may
-        come first. All have the same degrees, so that tp x cp x dp divides each number.
+        If accelerators differ: each kind and its number, ``hardware`` the first. All ranks of a
+        stage are of one kind. Pipeline ranks of a kind are consecutive, and any kind may come
+        first. All have the same degrees, so that tp x cp x dp divides each number.
     price_per_gpu_hour
         In any currency; rows then have the cost of a million tokens.
     chosen
@@ -161,10 +161,10 @@ class TuneQuestion:
         return kinds or (self.hardware,) * pp
 
     def orders(self, num_each: int) -> list[tuple[Hardware, ...]]:
-        """Return the accelerators of pipeline ranks, in every order of the kinds, as given first.
+        """Return the accelerators of pipeline ranks in every order of kinds, the given one first.
 
-        ``num_each`` accelerators are a rank. Empty tuples where all are alike, none where a kind
-        is not split so.
+        ``num_each`` accelerators are a rank. The only order is empty if all are alike. There is no
+        order if ``num_each`` does not divide the number of a kind.
         """
         if any(number % num_each for _, number in self.kinds):
             return []
@@ -172,7 +172,7 @@ class TuneQuestion:
         return list(dict.fromkeys(tuple(chain(*order)) for order in permutations(groups)))
 
     def machine(self, training: Training, hardware: Hardware | None = None) -> Machine:
-        """Return an accelerator as a configuration uses it."""
+        """Return an accelerator with the settings of a configuration."""
         one = hardware or self.hardware
         return Machine(
             one, one.efficiency, training, factor=self.time_factor,
@@ -183,8 +183,8 @@ class TuneQuestion:
 class TuneCandidate(NamedTuple):
     """A configuration without its cut, placement and schedule.
 
-    ``kinds``: the accelerator of each pipeline rank, empty where all are alike. ``pairs``: whether
-    forwards and backwards may run together; ``slices`` of each sequence.
+    ``kinds``: the accelerator of each pipeline rank, empty if all are alike. ``pairs``: whether
+    forwards and backwards may run together. ``slices``: the number of slices of each sequence.
     """
 
     training: Training
@@ -216,8 +216,8 @@ class TuneCandidate(NamedTuple):
 def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
     """Yield every configuration of a question, whether it fits or not.
 
-    * tp: powers of two up to 8, inside a domain of NVLink. cp: powers of two up to 16, with at
-      least 1,024 tokens of a sequence per rank.
+    * tp: powers of two up to 8, inside a domain of NVLink.
+    * cp: powers of two up to 16, with at least 1,024 tokens of a sequence per rank.
     * ep and etp: divisors of the experts and their width. pp and dp: divisors of the GPUs.
     * Micro-batches of 1, 2, 4 or 8 sequences, and 1 to 24 chunks.
     * Several kinds of accelerators in any order.
@@ -265,9 +265,9 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
 def _passes(
     question: TuneQuestion, training: Training, pp: int, num_microbatches: int, chunks: int
 ) -> Iterator[tuple[bool, int]]:
-    """Yield how passes may run: whether in pairs, and in how many slices of a sequence.
+    """Yield whether passes run in pairs, and the number of slices of a sequence.
 
-    Nothing where the framework does not start, however the layers are cut.
+    Nothing if the framework does not start with any cut of the layers.
     """
     place = "linear" if chunks == 1 else "loop"
     cut = PipelineCut(pp=pp, chunks=chunks, num_microbatches=num_microbatches, placement=place)
@@ -296,7 +296,7 @@ def _passes(
 
 
 def has_pairs(question: TuneQuestion) -> bool:
-    """Whether configurations in which forwards and backwards run in pairs are searched."""
+    """Whether the space contains configurations with forwards and backwards in pairs."""
     return (
         question.shape.experts is not None
         and question.framework not in ("torchtitan", "huggingface")
@@ -353,7 +353,7 @@ def left_out(question: TuneQuestion) -> tuple[str, ...]:
 def _chunks(question: TuneQuestion, pp: int, num_microbatches: int) -> Iterator[int]:
     """Yield numbers of stages per device.
 
-    Megatron-Core interleaves multiples of pp only, and overlaps experts only where it interleaves.
+    Megatron-Core interleaves multiples of pp only, and overlaps experts only if it interleaves.
     """
     most = question.shape.num_layers + question.shape.mtp + 2
     overlaps = question.framework == "megatron" and question.training.ep_overlap
@@ -406,11 +406,11 @@ def _expert_degrees(question: TuneQuestion, ranks: int, tp: int) -> Iterator[tup
 
 
 def _zeros(question: TuneQuestion, pp: int, replicas: int) -> tuple[int, ...]:
-    """Return how optimizer, gradients and weights may be spread, by framework.
+    """Return the ways to shard optimizer, gradients and weights, by framework.
 
-    Megatron-LM's distributed optimizer is 1, its FSDP goes without a pipeline; torchtitan's FSDP2
-    gathers weights once per step where there is a pipeline. With transformers it gathers them for
-    each pass, or weights are whole. ``replicas`` is dp x cp.
+    Megatron-LM's distributed optimizer is 1, and its FSDP works without a pipeline. torchtitan's
+    FSDP2 gathers weights once per step with a pipeline. With transformers it gathers them for each
+    pass, or weights are whole. ``replicas`` is dp x cp.
     """
     if replicas == 1 and question.framework != "megatron":
         return (0,)
@@ -422,10 +422,10 @@ def _zeros(question: TuneQuestion, pp: int, replicas: int) -> tuple[int, ...]:
 
 
 def recomputations(question: TuneQuestion) -> tuple[frozenset[str], ...]:
-    """Return which modules may be made again, none first, in every layer alike.
+    """Return the sets of modules to recompute, the same in every layer, the empty one first.
 
-    Megatron-Core recomputes neither whole layers where experts are overlapped, nor those or whole
-    blocks of experts where launches are captured.
+    Megatron-Core does not recompute whole layers with overlapped experts. With captured launches it
+    recomputes neither whole layers nor whole blocks of experts.
     """
     shape, is_megatron = question.shape, question.framework == "megatron"
     captured = is_megatron and question.training.cuda_graphs
@@ -449,7 +449,7 @@ def recomputations(question: TuneQuestion) -> tuple[frozenset[str], ...]:
 
 
 def _powers(most: int, fixed: int | None) -> Iterator[int]:
-    """Yield 1, 2, 4 ... up to a number, or only what was asked for."""
+    """Yield 1, 2, 4 ... up to a number, or only the fixed value."""
     if fixed is not None:
         yield fixed
         return

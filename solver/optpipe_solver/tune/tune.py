@@ -75,25 +75,25 @@ __all__ = ["TaskPool", "TaskResult", "TuneCounts", "TuneResult", "tune"]
 
 _SIMULATED_FIRST = 16
 _PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
-"""Of what is left, and at most and at least in seconds or units of work, for a closer look."""
+"""Share of the remaining limit per evaluation; its maximum and minimum in seconds or work units."""
 
 _WORTH, _MORE, _MOST_TRIES = 0.1, 2.0, 3
-"""A refutation that closes this share of the gap is continued. It may do so many times the work of
-other steps, and is tried so often."""
+"""A refutation that closes the first number's share of the gap is continued. The second number is
+its work, as a multiple of other steps' work; the third is its maximum number of tries."""
 
 _GIB = 2**30
 
 _NUM_ROWS = 11
 _NEXT_SHARE, _NEXT_LEAST, _NEXT_MOST = 0.05, 2.0, 4.0
-"""The best and the ten next; of the limit, and at least and at most in units, to fill them up."""
+"""Rows of the result. To fill them up: share of the limit, minimum and maximum in units."""
 
 _MOST_CHANCE = 0.99  # above which the probability of a gain is not a number
 _ROUND = 4
 _MOST_PRICES = 40
-"""Relaxed programs of one order from which the bounds of others are taken."""
+"""Maximum number of relaxed programs of one order that bound other candidates."""
 
 _LOOKS, _CELLS = 1e3, 25e3
-"""Steps by formula, and cells of families simulated, that are a unit of work (see `Stop`)."""
+"""Steps by formula, and simulated cells of families, per unit of work (see `Stop`)."""
 
 _TELL_EVERY_S, _TELL_SHARE = 1.0, 0.01
 _POLL_S = 0.02
@@ -118,7 +118,7 @@ class TuneCounts:
     excluded
         Their bounds are above the best schedule.
     solved
-        A schedule of them was looked for.
+        Configurations for which a schedule was searched.
     open
         Neither: they may be as fast as their bounds.
     """
@@ -139,7 +139,7 @@ class Shortfall(NamedTuple):
 
 
 def _shortfall(question: TuneQuestion, row: TuneRow) -> Shortfall | None:
-    """Return the rank that lacks the most; None where a row fits."""
+    """Return the rank that lacks the most memory; None if a row fits."""
     ranks = question.ranks(row.configuration.kinds, row.configuration.pipeline.pp)
     pairs = zip(row.peak_bytes, map(question.whole_bytes_of, ranks), strict=True)
     found = [Shortfall(rank, *pair) for rank, pair in enumerate(pairs)]
@@ -149,32 +149,33 @@ def _shortfall(question: TuneQuestion, row: TuneRow) -> Shortfall | None:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult:
-    """The end of a search.
+    """The result of a search.
 
     Parameters
     ----------
     question
-        What was asked.
+        The question of the search.
     rows
         The best schedule of each configuration that was solved, the fastest first.
     current
-        What is run today, on the same terms; None where it was not said. Among the rows only where
-        it fits in this model.
+        Today's run, evaluated like the rows; None if it is unknown. It is a row only if it fits in
+        this model.
     bound_ms
-        No configuration of the space takes less per step, whatever its cut and its schedule.
+        No configuration of the space takes less per step, with any cut and schedule.
     counts
-        What became of them.
+        The numbers of configurations by outcome.
     error
-        How far estimates of this kind were from published runs; None where none were compared.
+        The errors of such estimates against published runs; None if none were compared.
     seconds
-        That it took.
+        The time of the search.
     work
-        Units of work that it took, 0 where that was not limited.
+        Units of work of the search, 0 if work was not limited.
     stopped_by
-        ``optimal``: nothing can be faster; ``gap``: by more than was asked; ``looked_at``: there is
-        no closer look at what may be; or the limit that ended it. None while it goes on.
+        ``optimal``: nothing can be faster. ``gap``: nothing can be faster by more than the gap.
+        ``looked_at``: no evaluation is left that could prove more. Otherwise the limit that ended
+        the search. None while it runs.
     looks
-        What another search for the same need not do again.
+        The evaluations that another search for the same question need not repeat.
     not_modelled
         Options of today's script that no estimate counts (`Configuration.not_modelled`).
     scaling, minimum
@@ -203,20 +204,20 @@ class TuneResult:
 
     @property
     def gap(self) -> float | None:
-        """How much faster any configuration can at most be, as a share of the best step."""
+        """Maximum by which any configuration can be faster, as a share of the best step."""
         return None if self.best is None else max(0.0, 1 - self.bound_ms / self.best.step_ms)
 
     @property
     def shortfall(self) -> Shortfall | None:
-        """The rank that lacks most memory for today's run; None where it fits or is unknown."""
+        """The rank that lacks most memory for today's run; None if it fits or is unknown."""
         return None if self.current is None else _shortfall(self.question, self.current)
 
     @property
     def gain(self) -> float | None:
-        """How much less a step takes than today, as a share.
+        """The share of today's step time that the best row saves.
 
-        None where today's configuration does not fit in this model: its time is then no baseline.
-        None too while the search has found nothing faster and goes on.
+        None if today's configuration does not fit in this model: its time is then no baseline.
+        None too while the search runs and has found nothing faster.
         """
         best, current = self.best, self.current
         if best is None or current is None or self.shortfall is not None:
@@ -250,7 +251,7 @@ class TuneResult:
 
     @property
     def verdict(self) -> str:
-        """The gain over what is run today, or why there is none, in sentences."""
+        """The gain over today's run, or why there is none, in sentences."""
         best, current, error = self.best, self.current, self.error
         if self.minimum:
             return self.minimum
@@ -285,7 +286,7 @@ class TuneResult:
 
     @property
     def pareto(self) -> tuple[TuneRow, ...]:
-        """The rows than which none is both faster and fits into less, the fastest first."""
+        """The Pareto front of step time and memory, the fastest row first."""
         found: list[TuneRow] = []
         for row in self.rows:
             if not found or max(row.peak_bytes) < max(found[-1].peak_bytes):
@@ -334,7 +335,7 @@ class TuneResult:
     def switches(self) -> tuple[SwitchGain, ...]:
         """The gain of each switch that is off in the best row, then of each that is off today.
 
-        Empty while the search goes on.
+        Empty while the search runs.
         """
         if self.stopped_by is None or self.best is None:
             return ()
@@ -436,31 +437,31 @@ def tune(
     question
         Model, accelerators, batch and framework.
     current
-        What is run today; it stands among the rows too, where the space has it.
+        Today's run; it is among the rows too, if the space contains it.
     time_limit_s
         Seconds, > 0; bounds and first schedules are never cut short, which takes some seconds.
     work_limit
-        None, or units > 0 of about one second of one core, counted and not by the clock: the result
-        is then a function of question, seed and this number, whatever ``threads`` says, unless the
-        time limit cuts it short.
+        None, or counted units > 0, each about one second of one core. The result is then a function
+        of question, seed and this number, with any ``threads``, unless the time limit ends the
+        search.
     threads
-        >= 1: candidates that are looked at at a time; from 2 on by tasks, see ``open_pool``.
+        >= 1: candidates evaluated at the same time; from 2 on by tasks, see ``open_pool``.
     seed
         As in `optpipe_solver.solve`.
     gap
-        In [0, 1): stop where no configuration is faster than the best by more than this share.
+        In [0, 1): stop if no configuration is faster than the best by more than this share.
     start
-        The best row of an earlier search for the same; what is not faster need not be looked at.
+        The best row of an earlier search for the same question; slower candidates are skipped.
     known
-        Where an earlier search for the same stood: what it knows is not computed again.
+        The state of an earlier search for the same question; it is not computed again.
     on_progress, on_result
-        Told in words what was found; told what would be returned now, with every row that is faster
-        than all before and about once a second.
+        ``on_progress`` is called with a sentence about each finding. ``on_result`` is called with
+        the result so far, for every new fastest row and about once a second.
     should_stop
-        Asked often; True ends the search with the best so far.
+        Called often; True ends the search with the best so far.
     open_pool
-        Opens what takes that many tasks at a time, and drops them where it is left; None =
-        processes of this machine, which import this program's main module: it must be guarded by
+        Opens a pool of that many tasks at a time, which drops its tasks on exit. None = processes
+        of this machine. These import this program's main module, which must be guarded by
         ``if __name__ == "__main__"``.
 
     Raises
@@ -476,7 +477,7 @@ def tune(
     search.not_modelled = () if current is None else current.not_modelled
     search.on_result = on_result or search.on_result
     search.begin([] if start is None else [start], known)
-    # Leaving a pool ends what it still does.
+    # The exit from the pool ends its running tasks.
     with nullcontext() if threads == 1 else (open_pool or _processes)(threads) as pool:
         search.run(pool)
     return search.result()
@@ -486,13 +487,13 @@ class TaskResult(Protocol):
     """The result of a task, like `multiprocessing.pool.AsyncResult`."""
 
     def ready(self) -> bool:
-        """Whether it has ended."""
+        """Whether the task has ended."""
 
     def wait(self, timeout: float) -> None:
-        """Return when it has ended, or after so many seconds."""
+        """Return when the task has ended, or after ``timeout`` seconds."""
 
     def get(self) -> Any:
-        """Return what it returned, or raise what it raised."""
+        """Return the value of the function, or raise its exception."""
 
 
 class TaskPool(Protocol):
@@ -501,7 +502,7 @@ class TaskPool(Protocol):
     def apply_async(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], /
     ) -> TaskResult:
-        """Let a function be called, now or as soon as there is room."""
+        """Call a function in a task, now or as soon as a slot is free."""
 
 
 def _processes(number: int) -> AbstractContextManager[TaskPool]:
@@ -509,7 +510,7 @@ def _processes(number: int) -> AbstractContextManager[TaskPool]:
 
 
 class _Level(IntEnum):
-    """How closely a candidate was looked at."""
+    """The closest evaluation of a candidate."""
 
     QUICK, PACKED, LOOKED, RELAXED, SIMULATED, CUT, REFUTED, PLANNED = range(8)
 
@@ -536,7 +537,7 @@ Prices bound other candidates of the same order."""
 
 
 class _Task(NamedTuple):
-    """A closer look at a candidate: which, how much where it is a program, and what is known."""
+    """A closer evaluation of a candidate: its level, its limits, and the known times."""
 
     question: TuneQuestion
     candidate: TuneCandidate
@@ -549,7 +550,7 @@ class _Task(NamedTuple):
 
 
 def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
-    """Look for the best cut and schedule of a candidate."""
+    """Search for the best cut and schedule of a candidate."""
     candidate = task.candidate
     training, cut, kinds = candidate.training, candidate.cut(), candidate.kinds
     configuration_judge = ConfigurationJudge(task.question, training, cut, kinds=kinds)
@@ -599,7 +600,7 @@ class _TuneSearch:
         self.prices: dict[tuple[int, int, int, bool], list[CutPrices]] = {}
 
     def begin(self, rows: list[TuneRow], checkpoint: TuneCheckpoint | None) -> None:
-        """Take in what is known, and put all candidates in order."""
+        """Take over the known rows and checkpoint, and sort all candidates by bound."""
         sizes = (self.num_candidates, len(self.entries))
         if checkpoint is not None and checkpoint.looks[:2] == sizes:
             rows = [*rows, *checkpoint.rows]
@@ -703,7 +704,7 @@ class _TuneSearch:
             )
 
     def _why(self, best_ms: float, bound_ms: float) -> TuneEnd:
-        """Say what ended the search."""
+        """Return the reason why the search ended."""
         if best_ms < inf and bound_ms >= best_ms * (1 - _ROUNDING):
             return "optimal"
         if best_ms < inf and bound_ms >= best_ms * (1 - self.gap):
@@ -734,7 +735,7 @@ class _TuneSearch:
             heapq.heappush(self.heap, (self.entries[index].bound_ms, index))
 
     def _by_formula(self, entry: _Entry) -> tuple[float, PipelineCut]:
-        """Return what 1F1B takes in ms by formula, infinite where it does not fit, and so cut."""
+        """Return the ms of 1F1B by formula, infinite if it does not fit, and its cut."""
         training, ranks = entry.candidate.training, entry.table.ranks
         machines = [self.question.machine(training, one) for one in ranks]
         found = []
@@ -764,7 +765,7 @@ class _TuneSearch:
         return None
 
     def _price(self, entry: _Entry) -> bool:
-        """Return whether what was learnt of others of its order raises a candidate's bound."""
+        """Raise a candidate's bound by prices of the same order; return whether it rose."""
         cut, known = entry.candidate.cut(), self.prices.get(_order_of(entry.candidate), [])
         new, entry.num_prices = known[entry.num_prices :], len(known)
         if not new:
@@ -781,13 +782,13 @@ class _TuneSearch:
         return entry.bound_ms > before_ms
 
     def _wait(self, entry: _Entry) -> None:
-        """Let a candidate be looked at again, where there is a closer look."""
+        """Return a candidate to the queue, if a closer evaluation exists."""
         if entry.bound_ms < inf and entry.level is not _Level.PLANNED and not entry.is_waiting:
             heapq.heappush(self.heap, (entry.bound_ms, entry.index))
             entry.is_waiting = True
 
     def _work(self, ready: Callable[[], _Entry | None], is_over: Callable[[], bool]) -> None:
-        """Look closer at candidates that are ready, as many at a time as there are processes."""
+        """Evaluate ready candidates more closely, as many at a time as there are processes."""
         if self.stop.work is not None:
             self._work_in_rounds(ready, is_over)
             return
@@ -810,7 +811,7 @@ class _TuneSearch:
     def _work_in_rounds(
         self, ready: Callable[[], _Entry | None], is_over: Callable[[], bool]
     ) -> None:
-        """Look closer at the same candidates at a time, however many processes there are."""
+        """Evaluate candidates in rounds that do not depend on the number of processes."""
         while not is_over():
             entries = list(islice(iter(ready, None), _ROUND))
             jobs = [self._job(entry) for entry in entries]
@@ -831,7 +832,7 @@ class _TuneSearch:
             yield _look(job._replace(seconds=self.stop.left_s()), self.stop.is_told)
 
     def _looks_at_once(self, jobs: list[_Task], is_over: Callable[[], bool]) -> Iterator[_Found]:
-        """Yield what is found, in the order of the jobs, until time is over or somebody says so."""
+        """Yield results in the order of the jobs, until time is over or a stop is requested."""
         pending = (
             [] if self.pool is None else [self.pool.apply_async(_look, (job,)) for job in jobs]
         )
@@ -843,7 +844,7 @@ class _TuneSearch:
             yield one.get()
 
     def _next(self, entry: _Entry) -> _Level:
-        """Return how a candidate is looked at next: fused orders have a program for their cut."""
+        """Return a candidate's next level; fused orders have a program for their cut."""
         fused = entry.table.fused
         if entry.level < _Level.SIMULATED and (self.is_first or not fused):
             return _Level.SIMULATED
@@ -854,7 +855,7 @@ class _TuneSearch:
         return _Level.PLANNED
 
     def _job(self, entry: _Entry) -> _Task:
-        """Return what the next closer look at a candidate takes."""
+        """Return the task of a candidate's next evaluation."""
         left, seconds, work = self.stop.left, self.stop.left_s(), None
         level, seed = self._next(entry), self.stop.seed
         share = max(0.0, min(left, _PLAN_MOST, max(_PLAN_LEAST, _PLAN_SHARE * left)))
@@ -876,13 +877,13 @@ class _TuneSearch:
         )
 
     def _take(self, entry: _Entry, found: _Found) -> None:
-        """Take in the schedule and the bound of a closer look."""
+        """Record the schedule and the bound of an evaluation."""
         row, bound_ms, work, prices = found
         self.stop.spend(work)
         entry.level = self._next(entry)
         entry.is_solved = entry.level >= _Level.SIMULATED
         known = self.prices.setdefault(_order_of(entry.candidate), [])
-        # A checkpoint has no prices: where work is limited, what goes on from one must end alike.
+        # A checkpoint has no prices. If work is limited, a resumed search must end alike.
         if prices is not None and len(known) < _MOST_PRICES and self.stop.work is None:
             known.append(prices)
         self.num_unfit += bound_ms == inf
@@ -894,9 +895,9 @@ class _TuneSearch:
         self._wait(entry)
 
     def _try_again(self, entry: _Entry, before_ms: float) -> None:
-        """Let a refutation go on where it raised the bound; else with twice the work, some times.
+        """Continue a refutation that raised the bound; otherwise repeat it with twice the work.
 
-        Not where work is limited: a checkpoint does not know how often it was tried.
+        It is not repeated if work is limited: a checkpoint does not store the number of tries.
         """
         if entry.bound_ms > before_ms + _WORTH * (self.best_ms - before_ms):
             entry.level, entry.num_tries = _Level.CUT, 0
@@ -913,7 +914,7 @@ class _TuneSearch:
             self._tell(is_better=True)
 
     def _tell(self, *, is_better: bool = False) -> None:
-        """Tell what would be returned now: where it is better, or now and then."""
+        """Report the result so far, if it is better or some time has passed."""
         if not self.is_between:
             return
         seconds = self.stop.seconds()
@@ -942,7 +943,7 @@ class _TuneSearch:
         )
 
     def result(self) -> TuneResult:
-        """Return the rows and what is proven."""
+        """Return the rows and the proven bound."""
         rows = self._rows()
         best_ms = rows[0].step_ms if rows else inf
         counts = {"excluded": 0, "solved": 0, "open": 0}
@@ -987,7 +988,7 @@ def _step_of(row: TuneRow | None) -> float:
 
 
 def _key_of(row: TuneRow) -> TuneCandidate:
-    """Return the candidate that a row is of."""
+    """Return the candidate of a row."""
     cut, kinds = row.configuration.pipeline, row.configuration.kinds
     training = row.configuration.training
     return TuneCandidate(
@@ -996,17 +997,17 @@ def _key_of(row: TuneRow) -> TuneCandidate:
 
 
 def _degrees_of(candidate: TuneCandidate) -> tuple[Any, ...]:
-    """Return what tells rows apart: all but the number of chunks."""
+    """Return the key that distinguishes rows: everything but the number of chunks."""
     return candidate.training, candidate.pp, candidate.kinds, candidate.pairs, candidate.slices
 
 
 def _order_of(candidate: TuneCandidate) -> tuple[int, int, int, bool]:
-    """Return what candidates of one fused order have in common."""
+    """Return the key that candidates of one fused order share."""
     return candidate.pp, candidate.chunks, candidate.num_microbatches, candidate.pairs
 
 
 def _hidden_ms(step: StepEstimate, cut: PipelineCut) -> float:
-    """Return about what pairs hide of a step: exchange of all passes but the first and last."""
+    """Estimate the ms that pairs hide: the exchange of all passes but the first and last ones."""
     if not cut.pairs:
         return 0.0
     unpaired = sum(in_flight(0, cut)) / (cut.chunks * cut.num_microbatches)

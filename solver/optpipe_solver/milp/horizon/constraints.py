@@ -3,19 +3,19 @@
 ======================  ======================================================================
 ``start[item]``         ms, within the item's window
 ``choice[...]``         1 = (stage, micro-batch) is fused / offloaded / recomputed
-``before(a, b)``        1 = both exist and a stands before b in their device's program
-``released[x, item]``   1 = the RELEASE of x stands before the item
+``before(a, b)``        1 = both exist and a is before b in their device's program
+``released[x, item]``   1 = the RELEASE of x is before the item
 ``d2h[x]``, ``h2d[x]``  ms, start of the transfer itself
-``host_after[x, y]``    1 = x's backward stands before y's OFFLOAD
+``host_after[x, y]``    1 = x's backward is before y's OFFLOAD
 ``on_host[x, y]``       1 = x is on the host when y's OFFLOAD is issued
 ``lane[x, y]``          1 = transfer x goes before transfer y on a lane they share
 ``length``              ms, the objective
 ======================  ======================================================================
 
-Binaries are made on demand and never twice. Times are ms, memory is in units of the device's
-largest item so that coefficients stay near 1. Where a constraint is a relaxation of
-`optpipe.simulate` it says so: the model's optimum is then still a valid bound, and its solutions
-are evaluated after lowering.
+The model creates a binary when a constraint needs it, and only once. Times are ms. Memory is in
+units of the device's largest item, so that coefficients stay near 1. A constraint that relaxes
+`optpipe.simulate` is marked as a relaxation. The model's optimum is then still a valid bound, and
+its solutions are simulated after lowering.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LEAST_WEIGHT = 1e-6
 
 
 class HorizonVariables:
-    """All variables of one model, by what they mean."""
+    """All variables of one model, by their meaning."""
 
     def __init__(self, problem: Problem, items: HorizonItems, model: MilpModel) -> None:
         self.model = model
@@ -67,8 +67,8 @@ class HorizonVariables:
         self.host_after: dict[tuple[Cell, Cell], Variable] = {}
         self.on_host: dict[tuple[Cell, Cell], Variable] = {}
         self.checkpointed: dict[tuple[Cell, HorizonItem], Variable] = {}
-        # In bytes, coefficients would reach from 1 to 1e10; HiGHS takes those below 1e-9 of the
-        # largest for zero, and proved what is not so.
+        # In bytes, coefficients would range from 1 to 1e10. HiGHS treats those below 1e-9 of the
+        # largest as zero, and then proved wrong results.
         self.host_unit = float(max(1, *(stage.offload_bytes for stage in problem.stages)))
         self.top = 2 * items.horizon_ms
         self.d2h = self._transfers(ActionType.OFFLOAD)
@@ -98,11 +98,11 @@ class HorizonVariables:
         return self.choice[key]
 
     def present(self, item: HorizonItem) -> Linear:
-        """Return 1 where the item exists."""
+        """Return 1 if the item exists."""
         return 1.0 if item.presence is None else self.chosen(*item.presence)
 
     def before(self, a: HorizonItem, b: HorizonItem) -> Linear:
-        """Return 1 exactly where both items exist and a stands before b."""
+        """Return 1 exactly if both items exist and a is before b."""
         if _is_exclusive(a.presence, b.presence) or self.items.implied(b, a):
             return 0.0
         if self.items.implied(a, b):
@@ -115,14 +115,14 @@ class HorizonVariables:
         return self.order.setdefault((a, b), self.model.binary(f"order_{a.action}_{b.action}"))
 
     def releases(self, cell: Cell, item: HorizonItem) -> Variable:
-        """Return 1 only if the RELEASE of a cell stands before an item."""
+        """Return 1 only if the RELEASE of a cell is before an item."""
         key = (cell, item)
         if key not in self.released:
             self.released[key] = self.model.binary(f"released_{_name(cell)}_{item.action}")
         return self.released[key]
 
     def goes_first(self, x: Action, y: Action) -> Linear:
-        """Return 1 where transfer x goes before y (meaningful where both happen)."""
+        """Return 1 if transfer x goes before y (meaningful if both happen)."""
         if (y, x) in self.lane:
             return 1.0 - self.lane[y, x]
         return self.lane.setdefault((x, y), self.model.binary(f"lane_{x}_{y}"))
@@ -167,14 +167,14 @@ def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def _relaxed(gap: Linear, holds: Linear, big: float) -> Constraint:
-    """Return gap >= 0 where ``holds`` is 1, and nothing where it is 0 (big-M)."""
+    """Return gap >= 0 if ``holds`` is 1, and no constraint if it is 0 (big-M)."""
     return at_least(gap + max(0.0, big) * (1.0 - holds), 0.0)
 
 
 def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
     """Of two items of a device that both exist, one ends before the other starts. (1).
 
-    Two items of which both orders are excluded do not both exist.
+    If both orders of two items are excluded, the two do not both exist.
     """
     for row in v.items.by_device:
         for a, b in combinations(row, 2):
@@ -195,7 +195,7 @@ def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
-    """An order binary of an optional item is 0 where the item does not exist. (2)."""
+    """An order binary of an optional item is 0 if the item does not exist. (2)."""
     for (a, b), order in v.order.items():
         for item in (a, b):
             if item.presence is not None:
@@ -229,7 +229,7 @@ def _follows(
 
 
 def shrunk_once(v: HorizonVariables) -> Iterator[Constraint]:
-    """A (stage, micro-batch) is kept, offloaded or recomputed: one of the three. (4)."""
+    """A (stage, micro-batch) is either kept, offloaded or recomputed. (4)."""
     choices = (HorizonChoice.OFFLOADED, HorizonChoice.RECOMPUTED)
     for cell in v.d2h:
         if v.items.is_open(HorizonChoice.RECOMPUTED, cell):
@@ -258,9 +258,9 @@ def transfers_in_turn(v: HorizonVariables) -> Iterator[Constraint]:
 def transfers_share_lanes(v: HorizonVariables) -> Iterator[Constraint]:
     """Transfers that share a lane go one after the other. (6).
 
-    Within one device and direction a copy back goes in the order of its issue. Between devices of
-    a PCIe group, and between the directions of a half-duplex device, any order is allowed here,
-    while the simulator goes by issue time: a relaxation.
+    Within one device and direction, RELOADs go in the order of their issue. Between devices of a
+    PCIe group, and between the directions of a half-duplex device, any order is allowed. This is a
+    relaxation: the simulator goes by issue time.
     """
     transfers = [Action(s, ActionType.OFFLOAD, j) for s, j in v.d2h]
     transfers += [Action(s, ActionType.RELOAD, j) for s, j in v.h2d]
@@ -313,9 +313,9 @@ def release_waits_for_the_copy(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
-    """At every item that takes bytes, what stands before it and itself fit the device. (8).
+    """At every item that takes bytes, the item and those before it fit the device. (8).
 
-    It is a sum over orders, never over times.
+    The constraint is a sum over orders, never over times.
     """
     for device, row in enumerate(v.items.by_device):
         if not v.items.tight[device]:
@@ -362,9 +362,9 @@ def _may_checkpoint(v: HorizonVariables, item: HorizonItem) -> bool:
 
 
 def _weighed(weight: float, flag: Linear) -> Linear:
-    """Return weight x flag, or the least that can be where HiGHS might take the weight for zero.
+    """Return weight x flag, or its minimum if HiGHS might treat the weight as zero.
 
-    So a device with one tiny stage is relaxed, never proven to fail.
+    A device with one tiny stage is thus relaxed, and never proven infeasible by mistake.
     """
     return weight * flag if abs(weight) >= _LEAST_WEIGHT else min(weight, 0.0)
 
@@ -375,7 +375,7 @@ def _checkpoint_saving(v: HorizonVariables, forward: HorizonItem, unit: int) -> 
 
 
 def _checkpointed(v: HorizonVariables, forward: HorizonItem, item: HorizonItem) -> Linear:
-    """Return 1 only where the forward stands before the item and keeps just its checkpoint."""
+    """Return 1 only if the forward is before the item and keeps only its checkpoint."""
     key = ((forward.action.stage, forward.action.microbatch), item)
     if key not in v.checkpointed:
         name = f"checkpointed_{forward.action}_{item.action}"
@@ -384,7 +384,7 @@ def _checkpointed(v: HorizonVariables, forward: HorizonItem, item: HorizonItem) 
 
 
 def checkpoint_counts_once_kept(v: HorizonVariables) -> Iterator[Constraint]:
-    """The saving of a recomputed forward counts only where the forward stands before. (9)."""
+    """The saving of a recomputed forward counts only if the forward is before the item. (9)."""
     for ((stage, j), item), saved in v.checkpointed.items():
         forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
         yield at_least(v.chosen(HorizonChoice.RECOMPUTED, stage, j) - saved, 0.0)
@@ -409,9 +409,9 @@ def fits_host_memory(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def _host_peak_of(v: HorizonVariables, cells: list[Cell], device: int) -> Iterator[Constraint]:
-    """The device's peak covers what is on the host at each OFFLOAD.
+    """The device's peak covers the bytes on the host at each OFFLOAD.
 
-    Another copy is there unless it is issued later or its backward has ended before.
+    Another copy is on the host unless it is issued later or its backward has ended before.
     """
     size = {cell: v.problem.stages[cell[0]].offload_bytes / v.host_unit for cell in cells}
     everything = sum(size.values())
@@ -437,7 +437,7 @@ def _host_peak_of(v: HorizonVariables, cells: list[Cell], device: int) -> Iterat
 
 
 def reloads_have_one_order(v: HorizonVariables) -> Iterator[Constraint]:
-    """RELOADs take no time in the program, so their order needs its own transitivity. (11)."""
+    """RELOADs take no time in the program, so their order needs transitivity rows. (11)."""
     for row in v.items.by_device:
         items = [item for item in row if item.action.type is ActionType.RELOAD]
         for a, b, c in combinations(items, 3):
@@ -448,7 +448,7 @@ def reloads_have_one_order(v: HorizonVariables) -> Iterator[Constraint]:
 def ends_within_length(v: HorizonVariables) -> Iterator[Constraint]:
     """The objective covers every item, and a stage's gradient reduction after its last. (12).
 
-    Several reductions of one device would queue; here each stands alone: a relaxation.
+    In the simulator, several reductions of one device queue. Here they do not: a relaxation.
     """
     for device, row in enumerate(v.items.by_device):
         origin: Linear = 0.0
@@ -465,12 +465,13 @@ def ends_within_length(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def loads(v: HorizonVariables) -> Iterator[Constraint]:
-    """An item starts after all that stands before it, and the length covers all behind it. (13).
+    """An item starts after all items before it, and the length covers all items after it. (13).
 
-    t_b >= head + sum of d_a y_ab, and L >= t_b + d_b + sum of d_a y_ba + tail, where head is the
-    least start of all items of the device and tail the least that follows the end of any; also
-    L >= t_b + d_b + tail of b alone. A tail is what the horizon H leaves behind the latest end: a
-    schedule of length L < H, shifted by H - L, is one within H and keeps every latest start.
+    t_b >= head + sum of d_a y_ab, and L >= t_b + d_b + sum of d_a y_ba + tail.
+    Head is the earliest start of any item of the device, and tail the minimum tail of its items.
+    Also L >= t_b + d_b + tail of b alone. An item's tail is the time between its latest end and
+    the horizon H. This is valid: a schedule of length L < H, shifted by H - L, lies within H and
+    keeps every latest start.
     """
     for row in v.items.by_device:
         compute = [item for item in row if item.duration > 0]

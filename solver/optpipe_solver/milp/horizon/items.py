@@ -1,9 +1,9 @@
-"""What the full-horizon model orders: items with time windows, and orders that always hold.
+"""The items that the full-horizon model orders, their time windows, and orders that always hold.
 
-An item is an action that takes a place in a device's program: compute actions, and RELOAD, which
-takes no time there but must stand at a compute boundary. OFFLOAD and RELEASE need no place of
-their own: an OFFLOAD issued right behind its forward never delays anything, and a RELEASE only
-has to stand before the first action that needs the freed bytes (see `constraints`).
+An item is an action that takes a place in a device's program. Compute actions are items. RELOAD is
+an item too: it takes no time there, but its place is between two compute actions. OFFLOAD and
+RELEASE need no place of their own. An OFFLOAD issued right after its forward never delays anything.
+A RELEASE must only come before the first action that needs the freed bytes (see `constraints`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Cell = tuple[int, int]
 """A (stage, micro-batch)."""
 
 MOST_PAIRS = 60_000
-"""Pairs of items of a device, summed over devices, beyond which no model is worth building."""
+"""Maximum number of pairs of items of a device, summed over devices, to build a model for."""
 
 _F, _I, _W, _B = (
     ActionType.FORWARD,
@@ -50,10 +50,10 @@ _OFFLOAD, _RELEASE, _RELOAD = ActionType.OFFLOAD, ActionType.RELEASE, ActionType
 _RECOMPUTE = ActionType.RECOMPUTE
 
 _CHAIN = {_F: 0, _RELOAD: 1, _RECOMPUTE: 1, _I: 2, _B: 2, _W: 3}
-"""Kinds of items in the order in which one cell has them."""
+"""Position of each kind of item in the order of one cell."""
 
 _ROUNDING = 1e-8
-"""Share of the horizon that a tail gives away, because path sums are rounded."""
+"""Share of the horizon subtracted from a tail, because path sums are rounded."""
 
 _TOLERANCE = 1e-9
 """Share of the horizon by which a start must be too late before an order follows."""
@@ -87,11 +87,11 @@ _DEPENDS_ON = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HorizonItem:
-    """One action that takes a place in its device's program; one object stands for it.
+    """One action that takes a place in its device's program; compared by identity.
 
-    ``presence`` None: the item always exists. ``delta`` is what it adds to the device's bytes,
-    ``extra`` what it holds above the bytes before it while it runs. ``earliest`` and ``latest``
-    bound its start in ms.
+    ``presence`` None: the item always exists. ``delta`` are the bytes that it adds to the device.
+    ``extra`` are the bytes that it holds above those before it while it runs. ``earliest`` and
+    ``latest`` bound its start in ms.
     """
 
     action: Action
@@ -119,18 +119,18 @@ def num_order_pairs(problem: Problem, *, fifo: bool) -> int:
 class HorizonItems:
     """All items of a problem.
 
-    Windows are longest paths before and after an item, in ms: what waits for an item's result, and
-    the micro-batches before it where they go first in, first out.
+    Windows are longest paths before and after an item, in ms. Paths contain the items that wait for
+    each other's results. With ``fifo`` they also contain the micro-batches before.
 
     Parameters
     ----------
     problem
-        What is to be scheduled.
+        The problem to schedule.
     horizon_ms
-        Every schedule worth finding has an objective within this time (an incumbent's).
+        Only schedules with at most this objective count (an incumbent's).
     fifo
-        Whether micro-batches go first in, first out through every pass of every stage. It loses
-        nothing where nothing can be offloaded or recomputed; elsewhere it is a restriction.
+        Whether micro-batches go first in, first out through every pass of every stage. This loses
+        nothing if nothing can be offloaded or recomputed. Otherwise it is a restriction.
 
     Attributes
     ----------
@@ -150,7 +150,7 @@ class HorizonItems:
         self.fifo = fifo
         devices, stages = range(len(problem.devices)), range(len(problem.stages))
         self.tight = [memory_binds(problem, device) for device in devices]
-        # Where memory does not bind, offload and recompute buy nothing.
+        # If memory does not bind, offload and recompute gain nothing.
         binds = [s for s in stages if self.tight[problem.stages[s].device]]
         fuses = [fusing_may_pay(problem, s) for s in stages]
         self._is_open = {
@@ -207,16 +207,16 @@ class HorizonItems:
         ]
 
     def implied(self, first: HorizonItem, second: HorizonItem) -> bool:
-        """Whether ``first`` stands before ``second`` in every schedule in which both exist.
+        """Whether ``first`` is before ``second`` in every schedule in which both exist.
 
-        Both are on one device; schedules are those within the horizon. Both orders may be
-        excluded: then the two never exist together.
+        Both are on one device. Only schedules within the horizon count. If both orders are
+        excluded, the two never exist together.
         """
         is_too_late = second.earliest + second.duration > first.latest + self._tolerance_ms
         return is_too_late or self._by_definition(first.action, second.action)
 
     def tail(self, item: HorizonItem) -> float:
-        """Return the ms of the horizon left behind an item's latest end, rounding aside."""
+        """Return the ms between an item's latest end and the horizon, less a share for rounding."""
         return self.horizon_ms * (1 - _ROUNDING) - item.latest - item.duration
 
     def _item(self, action: Action, earliest: float, latest: float) -> HorizonItem:
@@ -249,7 +249,7 @@ class HorizonItems:
         return 0.0 if action.type.is_transfer else duration_ms(self.problem, action)
 
     def _by_definition(self, a: Action, b: Action) -> bool:
-        """Whether a stands before b for one micro-batch, or because micro-batches are equal."""
+        """Whether a is before b in one micro-batch, or because micro-batches are equal."""
         if a.microbatch == b.microbatch:
             return _is_chained(a, b)
         if a.stage != b.stage or a.microbatch > b.microbatch:
@@ -263,10 +263,10 @@ class HorizonItems:
         return b.type is _W and _CHAIN[a.type] != 1
 
     def _windows(self, actions: list[Action]) -> dict[Action, tuple[float, float]]:
-        """Return the least and the largest start of each action in ms, by longest paths.
+        """Return the earliest and the latest start of each action in ms, by longest paths.
 
-        Under span the clock of a device starts with its first action, which is known of stage 0's
-        device alone. A gradient reduction follows its stage's last W or B.
+        Under span, the clock of a device starts with its first action. That start is known only
+        for stage 0's device. A gradient reduction follows its stage's last W or B.
         """
         problem = self.problem
         duration = {action: self._duration_ms(action) for action in actions}
@@ -295,7 +295,7 @@ class HorizonItems:
         return len(group) > 1 or presence is None or presence == self._presence(other[0])
 
     def _arcs(self) -> Iterator[tuple[list[Action], list[Action], float]]:
-        """Yield what waits for what: alternatives before, alternatives after, and ms between.
+        """Yield precedences: alternatives before, alternatives after, and ms between.
 
         Either may be empty. All arcs to an action come before all arcs from it.
         """

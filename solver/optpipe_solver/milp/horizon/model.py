@@ -1,9 +1,9 @@
-"""The full-horizon model, built and solved below the length of a schedule already known.
+"""The full-horizon model, built and solved below the length of a known schedule.
 
-Joint choice of compute order, fused or split backward, offload, transfer times and lanes, and
-recompute, under device and host memory (OptPipe, arXiv 2510.05186, generalised to any placement,
-unequal stages and mixed hardware). Its dual bound is a proven lower bound of the objective unless
-micro-batches are restricted to first-in-first-out where that loses something.
+The model chooses compute order, fused or split backward, offload, transfer times and lanes, and
+recompute together, under device and host memory. It generalises OptPipe (arXiv 2510.05186) to any
+placement, unequal stages and mixed hardware. Its dual bound is a proven lower bound of the
+objective, unless a restriction to first-in-first-out micro-batches loses something.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class HorizonModel:
     Parameters
     ----------
     problem
-        What is to be scheduled.
+        The problem to schedule.
     horizon_ms
-        Only schedules with at most this objective are looked for.
+        The model contains only schedules with at most this objective.
     fifo
         See `HorizonItems`.
     floor_ms
         A proven lower bound of the objective.
     should_stop
-        Asked while constraints are written; True leaves the model incomplete.
+        Called while constraints are written; True leaves the model incomplete.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class HorizonModel:
     ) -> None:
         refuse_unless(exact_parts_know(problem), "HorizonModel", problem, _KNOWN)
         self.problem = problem
-        # A schedule of that length must stay inside its own windows, which come from sums in
-        # another order; a relative 1e-9 covers their rounding.
+        # A schedule of that length must stay inside its own windows. These come from sums in
+        # another order, and a relative 1e-9 covers their rounding.
         self.items = HorizonItems(problem, horizon_ms * (1 + 1e-9), fifo=fifo)
         self.model = MilpModel("horizon")
         self.is_complete = False
@@ -99,22 +99,23 @@ def solve_horizon(
     fifo: bool,
     floor_ms: float,
 ) -> float:
-    """Look for what is better than a known schedule; return the bound in ms, 0 where there is none.
+    """Search for a schedule better than a known one; return the bound in ms, 0 without one.
 
-    Better by one step of the grid where all times are multiples of one (see `grid`), else by half
-    of the gap that counts as none.
+    If all times are multiples of a grid (see `grid_ms`), better means by one step of it. Otherwise
+    it means by half of the gap that counts as zero.
 
     Parameters
     ----------
     incumbent_ms
         The objective of a legal schedule.
     stop
-        What the run may spend; work is counted in branch-and-bound nodes.
+        The limits of the run; work is counted in branch-and-bound nodes.
     on_programs, on_bound
-        Told the programs of every improving solution (not yet checked) and every better bound.
+        Called with the programs of every improving solution (not yet checked) and every better
+        bound.
     fifo
-        Restrict to first-in-first-out micro-batches; the caller knows whether that loses anything
-        and may then not use the bound.
+        Restrict to first-in-first-out micro-batches. If that loses anything, the caller must not
+        use the bound.
     floor_ms
         A proven lower bound.
     """
@@ -144,12 +145,12 @@ def solve_horizon(
 
 
 # --- From a solution of the full-horizon model to programs.
-# Only orders and choices are read, never times: HiGHS's tolerances times a large big-M let times
-# overlap slightly. The caller checks and simulates the result.
+# These functions read only orders and choices, never times: HiGHS's tolerances times a large big-M
+# let times overlap slightly. The caller checks and simulates the result.
 
 
 def lower(v: HorizonVariables, values: Values) -> Programs:
-    """Return the programs that a solution stands for."""
+    """Return the programs of a solution."""
     return tuple(_program(v, values, device) for device in range(len(v.problem.devices)))
 
 
@@ -181,13 +182,13 @@ def _away(v: HorizonVariables, values: Values, device: int) -> list[Cell]:
 
 
 def _ordered(v: HorizonVariables, values: Values, device: int) -> list[HorizonItem]:
-    """Return the device's existing items in order: by how many others stand before each."""
+    """Return the device's existing items in order, by the number of items before each."""
     there = [item for item in v.items.by_device[device] if _is_one(v.present(item), values)]
     rank = {
         item: sum(_is_one(v.before(other, item), values) for other in there if other is not item)
         for item in there
     }
-    # PuLP hands no variable on that stands in no constraint: its start is free.
+    # PuLP omits a variable that is in no constraint: its start is free.
     return sorted(there, key=lambda item: (rank[item], values.get(v.start[item], item.earliest)))
 
 
@@ -225,7 +226,7 @@ def _is_one(expression: Linear, values: Values) -> bool:
 # --- Let the full-horizon MILP improve the best schedule known: ``method="milp"``.
 
 _MAX_FREE_PAIRS = 6_000
-"""Above this many pairs a free order of micro-batches is beyond HiGHS, first in, first out not."""
+"""Above this many pairs HiGHS can solve only the first-in-first-out order of micro-batches."""
 
 _FIRST = 0.6
 """Share of the time or nodes for the first run; the rest confirms what it proved."""
@@ -234,14 +235,14 @@ _FIRST = 0.6
 def improve_by_milp(best: Incumbent, stop: Stop) -> None:
     """Run the model from the best schedule known; work is counted in branch-and-bound nodes.
 
-    `InputError` unless `exact_parts_know`. What the run finds is offered as ``milp``, or as
-    ``milp-fifo`` where micro-batches are restricted to first in, first out although that may lose
-    something: then nothing is proven.
+    Raises `InputError` unless `exact_parts_know`. The run offers its schedules as ``milp``. If a
+    restriction to first-in-first-out micro-batches may lose something, it offers them as
+    ``milp-fifo``, and proves nothing.
 
-    A bound counts only where two runs of different seeds agree: HiGHS 1.15.1 was seen to deny
-    schedules that exist in one run of some 500, whatever its options, but never with two seeds on
-    one model (`benchmarks/RESULTS.md`). Where work is limited the run is a function of
-    problem, start, seed and threads, as long as time does not end it.
+    A bound counts only if two runs with different seeds agree. HiGHS 1.15.1 excluded existing
+    schedules in about one run of 500, with any options. It never did so with two seeds on one
+    model (`benchmarks/RESULTS.md`). If work is limited, the run is a function of problem, start,
+    seed and threads, unless the time limit ends it.
     """
     problem = best.problem
     refuse_unless(exact_parts_know(problem), "improve_by_milp", problem, _KNOWN)
@@ -276,7 +277,7 @@ def improve_by_milp(best: Incumbent, stop: Stop) -> None:
         return bound_ms / scale
 
     first_ms = run(stop.turn(_FIRST if proves else 1.0))
-    # A run that denied a schedule that exists by now was wrong, and confirms nothing.
+    # A run that excluded a schedule found since then was wrong, and confirms nothing.
     is_wrong = first_ms > best.objective_ms * (1 + OPTIMAL_GAP)
     if proves and first_ms > best.bound_ms and not is_wrong and not stop.is_over():
         run(stop.turn(seed=stop.seed + 1), confirms_ms=first_ms)

@@ -65,7 +65,7 @@ class CutProblem:
         return not any(self.excesses(as_counts(self.tables, choice), devices))
 
     def excesses(self, counts: tuple[Floats, Floats], devices: Iterable[int]) -> list[float]:
-        """Return by how much each device exceeds its limit, as a share of it; 0 where it fits.
+        """Return by how much each device exceeds its limit, as a share of it; 0 if it fits.
 
         ``counts`` is as from `as_counts`.
         """

@@ -1,9 +1,10 @@
-"""Solve the plan MILP of one placement and pattern: rows of paths and of memory as they are needed.
+"""Solve the plan MILP of one placement and pattern, adding path and memory rows as needed.
 
-The relaxation knows few paths and moments; what its solution breaks is added, first at the root of
-the linear program, then for each integer solution, until the best integer solution breaks nothing.
-Its bound is one of every cut and every choice of modes for this pattern (see `pattern` and
-`variables` for where a pattern or a stage is more than the truth: there it bounds the model only).
+The relaxation starts with few paths and moments. Violated rows are added first at the root of the
+linear program, then for each integer solution, until the best integer solution violates none. The
+bound covers every cut and every choice of modes for this pattern. Some patterns and stages
+overestimate times or bytes (see `pattern` and `variables`). There the bound holds for the model
+only.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ if TYPE_CHECKING:
 __all__ = ["PatternPlan", "plan_pattern"]
 
 _ROUNDS, _MOST_ROUNDS = 600, 200
-"""Rounds of rows at the root, and of integer solutions, at most."""
+"""Maximum number of rounds of rows at the root, and of integer solutions."""
 
 _PATIENCE = 30
-"""Rounds at the root without a gain worth having after which the integers are asked: with several
-stages per device the bound stands still for dozens of rounds before it rises."""
+"""Rounds at the root without a sufficient gain before integer solves begin. With several stages per
+device the bound stays constant for dozens of rounds before it rises."""
 
 _ROOT = 0.5
 """Share of the time for rounds at the root."""
 
 _INWARD = 0.5
-"""How far from the relaxation's times to those of the best choice paths are looked for, too: the
-deeper cuts of in-out separation (Ben-Ameur and Neto, Networks 49, 2007)."""
+"""Share of the way from the relaxation's times to the best choice's at which paths are found, too.
+This gives the deeper cuts of in-out separation (Ben-Ameur and Neto, Networks 49, 2007)."""
 
 _SLOWEST = 4
 """Stages of a start that give layers away, or change their mode, at a time."""
@@ -76,19 +77,19 @@ _START = 0.3
 """Share of the time for starts, when there is one."""
 
 _FIRST = 0.2
-"""Share of the time in which integers may prove all, before the best choice is walked from."""
+"""Share of the time in which integer solves may prove the optimum, before the annealing."""
 
 _WALK = 0.7
-"""Share of the time that is left then for the walk."""
+"""Share of the time left after that for the annealing."""
 
 _SLOWER = 1e4
-"""What makes a device so slow that the longest path leaves it for nothing else."""
+"""Factor that makes a device so slow that the longest path contains all its work."""
 
 _MEMORY_ROWS = 50
-"""Moments of memory, at most, that a device's most layers are found by."""
+"""Maximum number of moments of memory used to limit a device's layers."""
 
 _CELLS = 1e6
-"""Cells of longest paths, and of moments of memory, that are a unit of work (see `Stop`)."""
+"""Cells of longest paths, or of moments of memory, per unit of work (see `Stop`)."""
 
 _GIB = 2.0**30
 _LEAST_GAP = 1e-4
@@ -96,22 +97,22 @@ _LEAST_GAP = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatternPlan:
-    """What the plan MILP came to for one placement and pattern.
+    """The result of the plan MILP for one placement and pattern.
 
     Attributes
     ----------
     pattern
-        The family's name.
+        The name of the family.
     sizes, modes
-        Layers of each stage, and the mode of each by name.
+        Layers of each stage, and the name of its mode.
     path_ms
         The longest path of the pattern.
     problem, programs, objective_ms
-        The cut, its programs, and what `optpipe.simulate` says of them.
+        The cut, its programs, and their objective by `optpipe.simulate`.
     bound_ms
-        No cut and no choice of one mode per stage is faster by this pattern, as it is modelled.
+        In this pattern, as modelled, no cut and no choice of one mode per stage is faster.
     difference
-        Why ``objective_ms`` is not ``path_ms``, in words; empty where it is.
+        Why ``objective_ms`` differs from ``path_ms``, in words; empty if they are equal.
     """
 
     pattern: str
@@ -128,13 +129,13 @@ class PatternPlan:
 def plan_pattern(
     model: Model, pattern: Pattern, stop: Stop, cuts: Iterable[tuple[int, ...]] = ()
 ) -> PatternPlan | float:
-    """Return the best cut and modes of a pattern, or, without one, the bound of all of them.
+    """Return the best cut and modes of a pattern or, without one, the bound of all of them.
 
-    ``cuts`` are layers of each stage to start from, beside even loads: nothing that is returned is
-    longer than one of them in one mode for all stages.
+    The bound is infinite if nothing fits. It is 0 for models whose objective is the span, and for
+    devices with shared or half-duplex lanes, because a pattern does not model these.
 
-    That is infinite where nothing fits. Models whose objective is the span, and devices with shared
-    or half-duplex lanes, are no question for a pattern: the bound is then 0.
+    ``cuts`` are starts in addition to even loads, as layers of each stage. No returned plan is
+    longer than one of them with a single mode for all stages.
     """
     shared = any(device.half_duplex or device.pcie_group for device in model.devices)
     if model.objective != "makespan" or (pattern.transfers and shared):
@@ -182,9 +183,9 @@ class _PatternSearch:
         self.bound_ms = 0.0
 
     def _loads(self) -> Iterator[LongestPath]:
-        """Yield for each device the longest path with all it computes, if some have many stages.
+        """Yield for each device the longest path with all its work, if some have many stages.
 
-        Without these rows a relaxation has less load than there is for dozens of rounds; with one
+        Without these rows the relaxation underestimates the load for dozens of rounds. With one
         stage per device the first rounds find them.
         """
         if not self.has_chunks:
@@ -198,10 +199,10 @@ class _PatternSearch:
                 yield self.pattern.longest_paths(slower)[0]
 
     def _start(self, cuts: Iterable[tuple[int, ...]]) -> None:
-        """Find a first choice: a cut in one mode for all, made to fit, then improved.
+        """Find a first choice: a cut with one mode for all stages, made to fit, then improved.
 
-        The shortest that fits comes first, then even loads in each mode that is anywhere faster
-        than its own, while a share of the time is left.
+        The shortest one that fits comes first. Even loads follow, in each mode with a duration
+        below that of the first one's mode, while a share of the time is left.
         """
         stages, turn = range(len(self.tables.placement)), self.stop.turn(_START)
         self.turn = turn
@@ -249,13 +250,13 @@ class _PatternSearch:
             self.best = walked(self.cuts, self.best, turn, most=most)
 
     def _slowest(self, choice: PlanChoice, path: LongestPath) -> set[int]:
-        """Return the stages that the longest path owes most to."""
+        """Return the stages with the largest shares of the longest path."""
         durations = durations_of(self.tables, choice)
         share = (path.counts * durations).sum(axis=0)
         return {int(s) for s in np.argsort(-share, kind="stable")[:_SLOWEST]}
 
     def _made_to_fit(self, choice: PlanChoice) -> PlanChoice | None:
-        """Move layers, or change modes, while that lowers what exceeds the limits."""
+        """Move layers, or change modes, while that lowers the excess over the limits."""
         counts = as_counts(self.tables, choice)
         excess = self._excesses(counts)
         while excess.any() and not self.stop.is_over():
@@ -279,8 +280,8 @@ class _PatternSearch:
     ) -> Floats:
         """Return by how much each device exceeds its limit, as a share of the limit; 0 if it fits.
 
-        ``base`` are the counts of another choice and ``known`` its excesses: then only devices
-        whose stages differ are computed.
+        ``base`` are the counts of another choice and ``known`` its excesses. Given these, only
+        devices whose stages differ are computed.
         """
         devices: Iterable[int] = range(len(self.pattern.programs))
         self.turn.spend(self.num_cells / _CELLS)
@@ -297,7 +298,7 @@ class _PatternSearch:
         return self.cuts.length_ms(choice)
 
     def _most(self) -> tuple[float, Ints]:
-        """Return a makespan not to exceed, and the layers of each run that then fit a stage."""
+        """Return an upper bound of the makespan, and the layers of each run that fit a stage."""
         tables, m = self.tables, self.model.num_microbatches
         d, one_ms = tables.durations, tables.busy_ms
         length = np.array([kind.length for kind in tables.kinds])[None, :, None]
@@ -310,10 +311,10 @@ class _PatternSearch:
         return most_ms, np.minimum(most, length).astype(np.int64)
 
     def _most_on_devices(self, most_ms: float) -> dict[tuple[int, int], int]:
-        """Return by device and long run the layers that its memory and a makespan have room for.
+        """Return by device and long run the maximum layers within its memory and a makespan.
 
-        By a linear program for each, which is asked for whole layers and told of the moments of
-        memory that its answers break.
+        A linear program finds each maximum, which is rounded down. The moments of memory that a
+        solution violates become rows of the program.
         """
         found: dict[tuple[int, int], int] = {}
         tables, memory, m = self.tables, self.memory, self.model.num_microbatches
@@ -339,9 +340,9 @@ class _PatternSearch:
         return found
 
     def _most_of(self, program: LinearProgram, use: Floats, room: Floats, gain: Floats) -> int:
-        """Return the whole layers that a program's answer has, after the rows that it breaks.
+        """Return the whole layers of a program's optimum, after adding the rows that it violates.
 
-        Any number where it has none: HiGHS may have found no answer.
+        Without an optimum the number is very large: HiGHS may have failed.
         """
         most = inf
         for _ in range(_MEMORY_ROWS):
@@ -358,7 +359,7 @@ class _PatternSearch:
         return 2**31 if most == inf else int(most + TOLERANCE)
 
     def run(self) -> None:
-        """Add rows at the root, then solve and add until nothing is broken or time is over."""
+        """Add rows at the root, then solve and add until no row is violated or time is over."""
         self._cut_root()
         if self.has_chunks:
             if self._is_ended(self.stop.turn(_FIRST)):
@@ -367,7 +368,7 @@ class _PatternSearch:
         self._is_ended(self.stop)
 
     def _is_ended(self, stop: Stop) -> bool:
-        """Solve and add rows; return whether nothing is left to do, not whether time is over."""
+        """Solve and add rows; return whether the search is complete, not whether time is over."""
         self.turn = stop
         for _ in range(_MOST_ROUNDS):
             if self._is_proven:
@@ -440,7 +441,7 @@ class _PatternSearch:
             inside = durations_of(self.tables, self.best[1])
             places.append((1 - _INWARD) * durations + _INWARD * inside)
         paths = [path for place in places for path in self.pattern.longest_paths(place)]
-        # Several devices may be on one path, and both places lead to it.
+        # Several devices may be on one path, and both points may give it.
         different = {(path.counts.tobytes(), path.constant_ms): path for path in paths}
         rows += [
             makespan_is_no_shorter(self.v, path)
@@ -495,9 +496,9 @@ def _neighbours(choice: PlanChoice, tables: PlanTables, stages: set[int]) -> Ite
 
 
 def _programs(pattern: Pattern, problem: Problem, names: tuple[str, ...]) -> Programs:
-    """Return the pattern's programs with what the modes ask for, named where they must be.
+    """Return the pattern's programs with the actions that the modes need, with mode numbers.
 
-    What the problem does not let run in a pair runs one after the other.
+    Passes that the problem does not allow in a pair run one after the other.
     """
     chosen = []
     for menu, name in zip(problem.menus, names, strict=True):

@@ -1,18 +1,18 @@
-"""A pattern: the programs of a family with room for every mode, as a graph of what waits for what.
+"""A pattern: the programs of a family with places for every mode, as a precedence graph.
 
-A family that looks at no duration has the same order of F, I, W and B for every cut and every mode.
-With a place for each transfer and recomputation that any mode may ask for, its programs are one
-graph whose nodes last as long as their stage makes them last, and nothing where the mode does not
-ask. The makespan is its longest path; memory is a prefix count: how many cells of each stage are in
-which state at an action.
+If a family ignores durations, its order of F, I, W and B is the same for every cut and every mode.
+Its programs get a place for each transfer and recomputation that any mode may need. They then form
+one graph. A node lasts as long as its stage determines, or 0 ms if the mode does not need it. The
+makespan is the longest path. Memory is a prefix count: the number of cells of each stage in each
+state at an action.
 
-Exact, to the rounding of sums: with one stage per device the path is what `optpipe.simulate` says.
-Where it is more: on a device with several stages a transfer that moves nothing still waits for its
-turn on the lane. What is not modelled is refused: half duplex, shared PCIe groups, spans.
+With one stage per device the path equals the makespan of `optpipe.simulate`, up to rounding of
+sums. On a device with several stages it may be longer: a transfer of 0 bytes still waits for its
+turn on the lane. Half duplex, shared PCIe groups and spans are not modelled, and refused.
 
-A pair begins when both of its passes could and hands on both results at its end. It lasts as long
-as both of them, less the most that either could hide: two chains beside each other, in one of which
-F is that much shorter, in the other B.
+A pair begins when both of its passes could, and sends both results at its end. It lasts as long as
+both passes, less the maximum that either could hide. The graph has two parallel chains for this. F
+is shorter by what it hides in one chain, B in the other.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ __all__ = [
 
 
 PATTERNS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "gis", "gis-h", "zb-v", "v-half", "v-min")
-"""Families whose order looks at no duration and no limit."""
+"""Families whose order depends on no duration and no limit."""
 
 PAIRED_PATTERNS = ("1f1b-overlap", "dualpipe-v")
-"""Those that run in pairs what every problem of a model's cuts may run so."""
+"""Families that run pairs which every problem of a model's cuts allows."""
 
 _F, _I, _W, _B = (
     ActionType.FORWARD,
@@ -86,12 +86,12 @@ _KINDS = (
 )
 SYNC = len(_KINDS)
 NUM_DURATIONS = len(_KINDS) + 1
-"""Kinds of what lasts: those of actions, in this order, and the gradient reduction (`SYNC`)."""
+"""Number of kinds of durations: actions, in this order, and the gradient reduction (`SYNC`)."""
 PAIRED_FORWARD, PAIRED_BACK = NUM_DURATIONS, NUM_DURATIONS + 1
-"""Two kinds more where there are pairs: their F or their B, without the most that it can hide."""
+"""Two more kinds with pairs: their F or their B, less the maximum that it can hide."""
 
 STATES = HELD, AWAY, BACK, RESTORED, CONTEXT = range(5)
-"""What a cell may be between its F and its last backward action.
+"""States of a cell between its F and its last backward action.
 
 As F left it; offloaded and released; reloaded; recomputed; and between I and W.
 """
@@ -110,7 +110,7 @@ Boundary = tuple[tuple[float, float], tuple[float, float]]
 
 
 def boundaries(model: Model, placement: Sequence[int]) -> tuple[Boundary, ...]:
-    """Return what lies between the stages of a placement, for the largest output of any layer."""
+    """Return the delays between the stages of a placement, for the largest output of any layer."""
     largest = max(stage.output_bytes for stage in model.stages_on[0])
 
     def way(source: int, target: int) -> tuple[float, float]:
@@ -138,11 +138,11 @@ def patterns_of(
     num_microbatches
         At least 1.
     links
-        What lies between stages, see `boundaries`.
+        Delays between stages, see `boundaries`.
     transfers, recompute
-        Whether any mode moves bytes, recomputes apart.
+        Whether any mode moves bytes, or recomputes apart.
     names
-        Of `PATTERNS` and `PAIRED_PATTERNS`: those that are wanted. The latter have no places for
+        The patterns to yield, of `PATTERNS` and `PAIRED_PATTERNS`. The latter have no places for
         transfers and recomputations.
     """
     for family in FAMILIES:
@@ -177,23 +177,23 @@ def _equal_stages(placement: Sequence[int], num_microbatches: int, *, pairs: boo
 
 
 class LongestPath(NamedTuple):
-    """A path: how often each (kind, stage) is on it, what else it takes in ms, and its length."""
+    """A path: how often each (kind, stage) is on it, its other ms, and its length."""
 
     counts: Ints
     constant_ms: float
     length_ms: float
 
     def length_of(self, durations: Floats) -> float:
-        """Return its length in ms with other durations, by kind and stage."""
+        """Return the path's length in ms with other durations, by kind and stage."""
         return self.constant_ms + float((self.counts * durations).sum())
 
 
 class MemoryMoment(NamedTuple):
-    """An action of a device: cells of its stages by state, and what runs.
+    """An action of a device: cells of its stages by state, and the action that runs.
 
-    ``counts`` is by stage of the device, in model order, and state; ``stage`` and ``kind`` are
-    those of the action, whose workspace, and whose recomputation inside, is there beside. Of the
-    backward of a pair so is the workspace of the F of stage ``forward``, -1 for none.
+    ``counts`` is by stage of the device, in model order, and state. ``stage`` and ``kind`` are
+    those of the action. Its workspace and its recomputation inside take memory in addition. For
+    the backward of a pair, so does the workspace of the F of stage ``forward``, -1 for none.
     """
 
     counts: tuple[tuple[int, ...], ...]
@@ -210,15 +210,15 @@ class Pattern:
     Parameters
     ----------
     name
-        The family's.
+        The name of the family.
     problem
-        Of equal stages, where only the placement and the number of micro-batches count.
+        A problem of equal stages; only its placement and number of micro-batches count.
     compute
         The family's programs.
     links
-        Per boundary between stages, see `boundaries`.
+        Delays per boundary between stages, see `boundaries`.
     transfers, recompute
-        Whether the programs have places for those.
+        Whether the programs have places for transfers, and for recomputations.
     """
 
     name: str
@@ -257,14 +257,14 @@ class Pattern:
                 before.setdefault(end, []).append(again)
         placed: list[Action] = []
         for index, action in enumerate(program):
-            # Room is made before it is taken: a RELEASE stands before a RELOAD.
+            # Memory is freed before it is used: a RELEASE comes before a RELOAD.
             placed += sorted(before.get(index, ()), key=lambda one: _KINDS.index(one.type))
             placed.append(action)
         return tuple(placed)
 
     @property
     def num_durations(self) -> int:
-        """How many kinds last."""
+        """Number of kinds of durations."""
         return NUM_DURATIONS + 2 * self.has_pairs
 
     @property
@@ -279,7 +279,7 @@ class Pattern:
 
     @cached_property
     def moments(self) -> tuple[tuple[MemoryMoment, ...], ...]:
-        """Per device, all that its program asks of memory, each once."""
+        """Distinct memory moments of each device's program."""
         return tuple(
             tuple(dict.fromkeys(self._moments_of(device))) for device in range(len(self.programs))
         )
@@ -320,7 +320,7 @@ class Pattern:
 
     @cached_property
     def graph(self) -> PatternGraph:
-        """What waits for what."""
+        """The precedence graph of the programs."""
         return _graph(self)
 
     def length_ms(self, durations: Floats) -> float:
@@ -358,10 +358,10 @@ _TAKES = {_F: HELD, ActionType.RELOAD: BACK, ActionType.RECOMPUTE: RESTORED}
 
 
 class PatternGraph(NamedTuple):
-    """Nodes in an order in which none comes before what it waits for.
+    """Nodes in topological order.
 
     ``sources[i]`` are the nodes that node i waits for, -1 for none, each with its ``lags`` in ms.
-    A node lasts ``fixed_ms``, and where ``lasts`` is 1 as long as its (kind, stage).
+    A node lasts ``fixed_ms``, plus the duration of its (kind, stage) if ``lasts`` is 1.
     """
 
     kind: Ints
@@ -374,7 +374,7 @@ class PatternGraph(NamedTuple):
 
 
 def _graph(pattern: Pattern) -> PatternGraph:
-    """Number all that takes time, messages and reductions included, and link it to its causes."""
+    """Return a node for each action, message and reduction, linked to the nodes it waits for."""
     builder = _GraphBuilder(pattern)
     waiting = [list(_steps(program)) for program in pattern.programs]
     for program in waiting:
@@ -390,7 +390,7 @@ def _graph(pattern: Pattern) -> PatternGraph:
 
 
 def _steps(program: Program) -> Iterator[Program]:
-    """Yield what begins together: the two passes of a pair, F first, and everything else alone."""
+    """Yield actions that begin together: the two passes of a pair, F first, or a single action."""
     for action, following in zip(program, (*program[1:], None), strict=True):
         if following is not None and following.paired:
             yield (action, following) if action.type is _F else (following, action)
@@ -427,12 +427,12 @@ class _GraphBuilder:
         return len(self.rows) - 1
 
     def is_ready(self, action: Action) -> bool:
-        """Whether what an action gets from another stage is there."""
+        """Whether the input of an action from another stage has a node."""
         needed = input_of(action, len(self.placement))
         return needed is None or needed in self.left
 
     def add(self, device: int, step: Program) -> None:
-        """Add an action, or a pair, whose inputs are there."""
+        """Add an action, or a pair, whose inputs have nodes."""
         if len(step) > 1:
             self._add_pair(device, step)
             return
@@ -467,12 +467,12 @@ class _GraphBuilder:
             self._hand_on(device, action)
 
     def _causes(self, device: int, step: Program) -> list[tuple[int, float]]:
-        """Return the compute action before, and what actions get from other stages."""
+        """Return the compute node before, and the nodes of inputs from other stages, with lags."""
         needed = (input_of(action, len(self.placement)) for action in step)
         return [(self.compute[device], 0.0), *(self.left[one] for one in needed if one is not None)]
 
     def _hand_on(self, device: int, action: Action) -> None:
-        """Note that an action ends with the compute node before now, and send its output."""
+        """Record that an action ends with the last compute node, and send its output."""
         compute_node = self.compute[device]
         if action.type in (_W, _B):
             self.last[action.stage] = compute_node
@@ -481,7 +481,7 @@ class _GraphBuilder:
             self.left[sent] = self._message(device, sent, compute_node)
 
     def _message(self, device: int, sent: Pass, compute_node: int) -> tuple[int, float]:
-        """Return the node after which the output has left, and the ms until it is there."""
+        """Return the node after which the output has left, and the ms until it arrives."""
         boundary = sent.stage - 1 if sent.backward else sent.stage
         target = sent.stage - 1 if sent.backward else sent.stage + 1
         placement = self.placement
@@ -523,7 +523,7 @@ class _GraphBuilder:
 
 @jitted
 def heads_of(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
-    """Return when each node ends at the earliest, and which of its sources decides, -1 for none."""
+    """Return each node's earliest end, and the index of its critical source, -1 for none."""
     head = np.empty(length.size)
     best = np.full(length.size, -1)
     for node in range(length.size):
@@ -539,7 +539,7 @@ def heads_of(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]
 
 @jitted
 def traced(node: int, best: Ints, onward: Ints, graph: PatternGraph, counts: Ints) -> float:
-    """Count what the longest path through a node lasts as long as; return the ms of the rest."""
+    """Count each (kind, stage) on the longest path through a node; return its other ms."""
     constant = 0.0
     at = node
     while True:
@@ -565,7 +565,7 @@ def traced(node: int, best: Ints, onward: Ints, graph: PatternGraph, counts: Int
 
 @jitted
 def _tails(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
-    """Return the longest way from each node's end to the end of all, and its next node."""
+    """Return the longest path from each node's end to the end of the graph, and its next node."""
     tail = np.zeros(length.size)
     onward = np.full(length.size, -1)
     for node in range(length.size - 1, -1, -1):

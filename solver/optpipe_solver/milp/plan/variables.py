@@ -1,10 +1,10 @@
-"""The plan MILP: how many layers of each run a stage has, and in which mode, and what must hold.
+"""The plan MILP: layers of each run per stage, the stage's mode, and the constraints.
 
-``layers[s][t][k]`` is the number of layers of run t that stage s holds in mode k; one mode per
-stage. All times and bytes of a stage are sums over them, so they are linear. Where a stage is less
-than that sum (it keeps one checkpoint of the layers it recomputes apart, and the largest workspace)
-the largest over all runs stands for it, which is never too little. One family of constraints is a
-function; docs/milp.md has their formulas.
+``layers[s][t][k]`` is the number of layers of run t that stage s holds in mode k. Each stage has
+one mode. All times and bytes of a stage are sums over these numbers, so they are linear. Two
+numbers are less than that sum: a stage keeps one checkpoint of the layers it recomputes apart, and
+the largest workspace. For these the model uses the largest value over all runs, which is never too
+little. Each family of constraints is a function; docs/milp.md has their formulas.
 """
 
 from __future__ import annotations
@@ -98,18 +98,18 @@ _WORKSPACE = {
 
 @dataclass(frozen=True)
 class PlanTables:
-    """What one layer adds to a stage, by stage, run and mode; ms and bytes per micro-batch.
+    """The ms and bytes that one layer adds to a stage per micro-batch, by stage, run and mode.
 
     Parameters
     ----------
     model
-        What is cut.
+        The model to cut.
     placement
         Device of each stage.
     transfers, recompute
-        Whether there are places for what moves bytes, and for what recomputes apart.
+        Whether there are places for transfers, and for recomputations apart.
     hidden
-        Where there are pairs: the most ms that F and B of a layer hide, by device and layer.
+        With pairs: the maximum ms that F and B of a layer hide, by device and layer.
     """
 
     model: Model
@@ -125,7 +125,7 @@ class PlanTables:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Modes that every run of layers has, by name; those with keep alone have all of them."""
+        """Names of the modes that every run of layers has; runs with only keep do not count."""
         menus = [
             [mode.name for mode in self._layer(0, kind).menu[1:] if self._has_place(mode)]
             for kind in self.kinds
@@ -153,12 +153,12 @@ class PlanTables:
         }
 
     def _mode(self, device: int, t: int, name: str) -> CellMode:
-        """Return a mode of a run's layers; keep where their menu has no such name."""
+        """Return a mode of a run's layers; keep if their menu has no such name."""
         menu = self._menus[device, t]
         return menu.get(name) or next(iter(menu.values()))
 
     def may_use(self, s: int, k: int) -> bool:
-        """Whether the device of a stage has the bandwidth that a mode asks for."""
+        """Whether the device of a stage has the bandwidth that a mode needs."""
         device = self.model.devices[self.placement[s]]
         moved = any(
             self._mode(self.placement[s], t, self.names[k]).offload_bytes
@@ -168,7 +168,7 @@ class PlanTables:
 
     @cached_property
     def durations(self) -> Floats:
-        """In ms, by kind of duration, stage, run and mode; with pairs two kinds more."""
+        """Durations in ms, by kind, stage, run and mode; with pairs two kinds more."""
         shape = (NUM_DURATIONS, len(self.placement), len(self.kinds), len(self.names))
         table = np.zeros(shape)
         for s, index in enumerate(self.placement):
@@ -198,7 +198,7 @@ class PlanTables:
 
     @cached_property
     def busy_ms(self) -> Floats:
-        """In ms, by stage, run and mode: F, less what it hides, and the shorter backward."""
+        """F without its hidden ms, plus the shorter backward, in ms by stage, run and mode."""
         split = (ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT)
         apart = sum(self.durations[kind_number(kind)] for kind in split)
         forward = self.durations[PAIRED_FORWARD if self.hidden else _FORWARD]
@@ -206,13 +206,13 @@ class PlanTables:
 
     @cached_property
     def long_runs(self) -> tuple[int, ...]:
-        """Those of more layers than there are devices: some device holds several."""
+        """Runs with more layers than there are devices: some device holds several."""
         num_devices = len(set(self.placement))
         return tuple(t for t, kind in enumerate(self.kinds) if kind.length > num_devices)
 
     @cached_property
     def held_bytes(self) -> Floats:
-        """Bytes of a cell, by state, stage, run and mode; those of `extra_bytes` come beside."""
+        """Bytes of a cell by state, stage, run and mode, in addition to `extra_bytes`."""
         table = np.zeros((len(STATES), len(self.placement), len(self.kinds), len(self.names)))
         for s, t, k, mode in self._all_modes:
             kept = self._per_layer(s, t, mode)
@@ -225,7 +225,7 @@ class PlanTables:
 
     @cached_property
     def extra_bytes(self) -> Floats:
-        """Bytes of a cell that a stage has once, by state, stage and mode: a first checkpoint."""
+        """Bytes of a cell that a stage has once (a first checkpoint), by state, stage and mode."""
         table = np.zeros((len(STATES), len(self.placement), len(self.names)))
         for s, t, k, mode in self._all_modes:
             once = mode.forward_bytes - self._per_layer(s, t, mode)
@@ -234,7 +234,7 @@ class PlanTables:
         return table
 
     def _per_layer(self, s: int, t: int, mode: CellMode) -> int:
-        """Return what F leaves of a layer behind another one: its input comes back where it may."""
+        """Return F's bytes of a layer after another one: its input may be recomputed."""
         if mode.recompute != "apart":
             return mode.forward_bytes
         device = self.placement[s]
@@ -254,7 +254,7 @@ class PlanTables:
 
     @cached_property
     def static_bytes(self) -> Floats:
-        """By stage and run."""
+        """Static bytes, by stage and run."""
         return np.array(
             [[self._layer(d, kind).static_bytes for kind in self.kinds] for d in self.placement],
             dtype=np.float64,
@@ -264,7 +264,8 @@ class PlanTables:
     def workspace_bytes(self) -> dict[tuple[int, ActionType], int]:
         """Return, by stage and kind of action, the largest workspace over all modes of its runs.
 
-        Of those that it may have: each stage has a layer, so the head stands in the last one alone.
+        Only runs that the stage can have count: each stage has a layer, so only the last one can
+        have the head.
         """
         num_stages, num_layers = len(self.placement), sum(kind.length for kind in self.kinds)
         found = {(s, kind): 0 for s in range(num_stages) for kind in ActionType}
@@ -277,13 +278,13 @@ class PlanTables:
         return found
 
     def beside_bytes(self, moment: MemoryMoment) -> int:
-        """Return the workspaces that are there at a moment, two of them beside a pair."""
+        """Return the bytes of the workspaces at a moment, of both passes in a pair."""
         beside = self.workspace_bytes.get((moment.forward, ActionType.FORWARD), 0)
         return beside + self.workspace_bytes[moment.stage, moment.kind]
 
     @cached_property
     def inside_bytes(self) -> Floats:
-        """By stage and mode, the most that recomputation inside a backward holds."""
+        """Maximum bytes that recomputation inside a backward holds, by stage and mode."""
         table = np.zeros((len(self.placement), len(self.names)))
         for s, _, k, mode in self._all_modes:
             table[s, k] = max(table[s, k], mode.inside_bytes)
@@ -291,14 +292,15 @@ class PlanTables:
 
 
 class PlanVariables:
-    """The variables of one placement, and what follows from them.
+    """The decision variables of one placement, and the variables that follow from them.
 
-    ``most_ms`` is a makespan that need not be exceeded, ``most_layers`` how many layers of a run a
-    stage can hold in a mode then, ``most_on`` how many a device can, by device and long run.
+    ``most_ms`` is an upper bound of the makespan. Within it, ``most_layers`` is the maximum number
+    of layers of a run that a stage holds in a mode. ``most_on`` is the maximum that a device holds,
+    by device and long run.
 
-    ``layers`` and ``mode`` are decided; ``durations`` and ``makespan`` are continuous. ``done[s]``
-    says of each run whether all of it lies in stages up to s. ``on_device`` are the layers of a
-    long run on a device, ``most`` those on the device that has the most of them.
+    ``layers`` and ``mode`` are the decisions; ``durations`` and ``makespan`` are continuous.
+    ``done[s]`` states for each run whether all its layers are in stages up to s. ``on_device`` are
+    the layers of a long run on a device, ``most`` the maximum of these over the devices.
     """
 
     def __init__(
@@ -351,7 +353,7 @@ class PlanVariables:
         )
 
     def values(self, choice: PlanChoice, makespan_ms: float) -> dict[Variable, float]:
-        """Return the values of all variables that say a choice."""
+        """Return the values of all variables for a choice."""
         layers, modes = as_counts(self.tables, choice)
         durations = durations_of(self.tables, choice)
         placed = layers.sum(axis=2).cumsum(axis=0)
@@ -370,26 +372,26 @@ class PlanVariables:
         return found
 
     def choice(self, values: dict[Variable, float]) -> PlanChoice:
-        """Return the cut and the modes that a solution says."""
+        """Return the cut and the modes of a solution."""
         sizes = [sum(round(values[one]) for row in runs for one in row) for runs in self.layers]
         modes = [max(range(len(row)), key=lambda k: values[row[k]]) for row in self.mode]
         return PlanChoice(tuple(sizes), tuple(modes))
 
 
 def _least_most(most_on: dict[tuple[int, int], int], t: int, length: int) -> int:
-    """Return the least layers that a device may have at most, so that a run has its length."""
+    """Return the smallest maximum per device with which a run has all its layers."""
     room = [most for (_, run), most in most_on.items() if run == t]
     return next((h for h in range(length) if sum(min(h, r) for r in room) >= length), length)
 
 
 def durations_of(tables: PlanTables, choice: PlanChoice) -> Floats:
-    """Return ms by kind and stage of a cut with its modes."""
+    """Return the durations in ms of a cut with its modes, by kind and stage."""
     layers, _ = as_counts(tables, choice)
     return np.asarray(np.einsum("xstk,stk->xs", tables.durations, layers))
 
 
 def as_counts(tables: PlanTables, choice: PlanChoice) -> tuple[Floats, Floats]:
-    """Return layers by stage, run and mode, and 1 by stage and mode where that is the stage's."""
+    """Return layers by stage, run and mode, and 1 by stage and mode for each stage's mode."""
     starts = np.cumsum([0, *choice.sizes])
     bounds = np.cumsum([0, *(kind.length for kind in tables.kinds)])
     low = np.maximum(starts[:-1, None], bounds[None, :-1])
@@ -400,21 +402,21 @@ def as_counts(tables: PlanTables, choice: PlanChoice) -> tuple[Floats, Floats]:
 
 
 def even_loads(tables: PlanTables, k: int) -> tuple[int, ...]:
-    """Return the layers of each stage whose largest load is the least, all layers in mode k.
+    """Return the layers of each stage with the smallest largest load, all layers in mode k.
 
-    The load is F and the shorter backward.
+    The load is F plus the shorter backward.
     """
     kinds = [t for t, kind in enumerate(tables.kinds) for _ in range(kind.length)]
     return balanced_cut([run_costs(load) for load in tables.busy_ms[:, kinds, k]])[0]
 
 
-# --- What must hold.
+# --- Constraints.
 
 _GIB = 2.0**30
 
 
 def one_mode_per_stage(v: PlanVariables) -> None:
-    """(P1) Each stage has one mode, and layers in that mode alone."""
+    """(P1) Each stage has one mode, and layers only in that mode."""
     for s, row in enumerate(v.mode):
         v.milp.add(total(list(row)) == 1)
         for t in range(len(v.tables.kinds)):
@@ -432,7 +434,7 @@ def only_usable_modes(v: PlanVariables) -> None:
 
 
 def stages_hold_all_layers(v: PlanVariables) -> None:
-    """(P3) All layers of a run lie somewhere, and each stage has at least one layer."""
+    """(P3) The stages hold all layers of a run, and each stage has at least one layer."""
     stages = range(len(v.layers))
     for t, kind in enumerate(v.tables.kinds):
         v.milp.add(total([v.of_run(s, t) for s in stages]) == kind.length)
@@ -441,7 +443,7 @@ def stages_hold_all_layers(v: PlanVariables) -> None:
 
 
 def runs_follow_each_other(v: PlanVariables) -> None:
-    """(P4) A stage has layers of a run only where all of the run before lie no later."""
+    """(P4) A stage has layers of a run only if the run before ends in this stage or earlier."""
     kinds = v.tables.kinds
     for s in range(len(v.layers)):
         for t in range(len(kinds) - 1):
@@ -461,7 +463,7 @@ def durations_are_sums(v: PlanVariables) -> None:
 
 
 def devices_hold_whole_layers(v: PlanVariables) -> None:
-    """(P8) What a device holds of a run is whole, and one of them holds the most: that lasts."""
+    """(P8) A device's layers of a run are whole, and their maximum limits the makespan."""
     for (device, t), on_device in v.on_device.items():
         own = [s for s, home in enumerate(v.tables.placement) if home == device]
         v.milp.add(total([v.of_run(s, t) for s in own]) - on_device == 0)
@@ -480,7 +482,7 @@ def makespan_is_no_shorter(v: PlanVariables, path: LongestPath) -> Constraint:
 
 
 def memory_fits(v: PlanVariables, device: int, moment: MemoryMoment) -> Constraint:
-    """(P7) What the cells of a device hold at an action fits beside its static bytes, in GiB."""
+    """(P7) The cells' and static bytes of a device at an action fit its memory, in GiB."""
     tables = v.tables
     stages = [s for s, home in enumerate(tables.placement) if home == device]
     limit = tables.model.devices[device].usable_bytes

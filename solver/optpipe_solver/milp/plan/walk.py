@@ -1,8 +1,8 @@
-"""Anneal a cut and its modes: two stages swapped, a layer elsewhere, other modes of both.
+"""Anneal a cut and its modes: swap two stages, move a layer, change the modes of both.
 
-With several stages per device dozens of paths are longest together, and no single step from a
-climb's end is shorter. Most of what is tried is too long by a path that was the longest a moment
-ago: a pool of such paths says so in less than a microsecond, and the graph need not be looked at.
+With several stages per device, dozens of paths are longest together, and no single step from a
+local optimum is shorter. Most choices are too long because of a path that was recently the longest.
+A pool of such paths rejects them in less than a microsecond, without the graph.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 __all__ = ["walked"]
 
 _HEAT = 2e-3
-"""How much longer, as a share of the first length, a choice may be where an annealing begins."""
+"""Temperature at the start of an annealing, as a share of the first length."""
 
 _SWAPS, _MOVES, _MODES = 0.1, 0.6, 0.3
-"""How often a step swaps two stages, moves a layer between them, gives each another mode."""
+"""Probability that a step swaps two stages, moves a layer between them, changes each mode."""
 
 _POOL = 64
-"""Paths that were the longest of something tried."""
+"""Number of paths kept that were the longest of a tried choice."""
 
 _STEPS, _ENOUGH = 500, 4000
-"""Steps between two looks at what is left, and of an annealing, for each stage and mode."""
+"""Steps between two checks of the limit, and steps of an annealing per stage and mode."""
 
 _NODES, _TRIES = 1e8, 1e6
-"""Nodes of graphs that are looked at, and steps, that are a unit of work (see `Stop`)."""
+"""Graph nodes evaluated, and steps, per unit of work (see `Stop`)."""
 
 
 class _Walk(NamedTuple):
-    """Where a walk is, where it was best, and what it knows; changed in place.
+    """The current, tried and best choice of an annealing, and its pool of paths; mutable arrays.
 
-    ``sizes``, ``modes`` and ``lengths`` have a row for where it is, for what is tried, and for the
-    best. ``layers`` and ``chosen`` are what is tried, as in `excess`; ``durations`` where it is and
-    what is tried, by stage and kind, and ``differs`` the stages in which those are two. Paths of
-    the pool have counts by stage and kind, and ``path_ms`` where it is.
+    ``sizes``, ``modes`` and ``lengths`` have a row for the current, the tried and the best choice.
+    ``layers`` and ``chosen`` are the tried choice, as in `excess`. ``durations`` are those of the
+    current and the tried choice, by stage and kind. ``differs`` marks the stages in which these two
+    differ. Paths of the pool have counts by stage and kind, and ``path_ms`` in the current choice.
     """
 
     sizes: Ints
@@ -115,7 +115,7 @@ def walked(
 def _some_steps(
     walk: _Walk, memory: PlanMemory, graph: PatternGraph, heat_ms: float, count: int
 ) -> int:
-    """Try so many steps; return for how many the graph was looked at."""
+    """Try ``count`` steps; return how often the graph was evaluated."""
     looked = 0
     for _ in range(count):
         _step(walk)
@@ -137,7 +137,7 @@ def _some_steps(
 
 @jitted
 def _step(walk: _Walk) -> None:
-    """Swap two stages of what is tried, move a layer, give one or both other modes, or all that."""
+    """Swap two stages of the tried choice, move a layer, change modes, or all of these."""
     sizes, modes, draw = walk.sizes[1], walk.modes[1], walk.draw
     giver = below(draw, sizes.size)
     taker = (giver + 1 + below(draw, sizes.size - 1)) % sizes.size
@@ -156,7 +156,7 @@ def _step(walk: _Walk) -> None:
 
 @jitted
 def _fill(walk: _Walk) -> None:
-    """Write the layers and times of what is tried, and in which stages they differ."""
+    """Write the layers and times of the tried choice, and the stages in which they differ."""
     begin = was = 0
     for s in range(walk.differs.size):
         k, end, was_end = walk.modes[1, s], begin + walk.sizes[1, s], was + walk.sizes[0, s]
@@ -180,7 +180,7 @@ def _fill(walk: _Walk) -> None:
 
 @jitted
 def _is_known_to_be_longer(walk: _Walk, longest: float) -> bool:
-    """Whether a path of the pool is longer, the one that last was so first."""
+    """Whether a path of the pool is longer; the last such path is checked first."""
     for number in range(walk.path_ms.size):
         path = (walk.next_path[1] + number) % walk.path_ms.size
         if walk.path_ms[path] + _added(walk, path) > longest:
@@ -191,7 +191,7 @@ def _is_known_to_be_longer(walk: _Walk, longest: float) -> bool:
 
 @jitted
 def _added(walk: _Walk, path: int) -> float:
-    """Return by how much a path of the pool is longer in what is tried."""
+    """Return by how much a path of the pool is longer in the tried choice."""
     added = 0.0
     for s in range(walk.differs.size):
         if walk.differs[s]:
@@ -203,7 +203,7 @@ def _added(walk: _Walk, path: int) -> float:
 
 @jitted
 def _fits(walk: _Walk, memory: PlanMemory) -> bool:
-    """Whether all devices' memory suffices for what is tried, as it does where the walk is."""
+    """Whether the tried choice fits all devices, as the current choice does."""
     for device in range(memory.limits.size):
         own = walk.device == device
         if walk.differs[own].any():
@@ -223,7 +223,7 @@ def _lasts(walk: _Walk, graph: PatternGraph) -> Floats:
 
 @jitted
 def _take(walk: _Walk, length_ms: float) -> None:
-    """Go to what was tried."""
+    """Make the tried choice the current one."""
     for path in range(walk.path_ms.size):
         walk.path_ms[path] += _added(walk, path)
     walk.sizes[0], walk.modes[0], walk.lengths[0] = walk.sizes[1], walk.modes[1], length_ms
@@ -235,7 +235,7 @@ def _take(walk: _Walk, length_ms: float) -> None:
 
 @jitted
 def _begin_again(walk: _Walk) -> None:
-    """Go to the best."""
+    """Make the best choice the current one."""
     walk.sizes[1], walk.modes[1] = walk.sizes[2], walk.modes[2]
     _fill(walk)
     _take(walk, walk.lengths[2])
@@ -243,7 +243,7 @@ def _begin_again(walk: _Walk) -> None:
 
 @jitted
 def _remember(walk: _Walk, graph: PatternGraph, last: int, best: Ints) -> None:
-    """Put the longest path in the place of the pool's oldest."""
+    """Replace the oldest path of the pool with the longest path."""
     path = walk.next_path[0]
     counts = np.zeros(walk.durations[1].T.shape, dtype=np.int64)
     constant_ms = traced(last, best, np.full(best.size, -1), graph, counts)
