@@ -83,7 +83,7 @@ __all__ = [
 
 
 class FileValue(FrozenValue):
-    """What a file of a format of its own holds."""
+    """Base of values that have a file format of their own."""
 
     @classmethod
     def parse(cls, data: Any) -> Self:
@@ -152,7 +152,7 @@ class Device(FrozenValue):
 
     @property
     def usable_bytes(self) -> int:
-        """What static bytes and activations may fill: memory_bytes - reserved_bytes."""
+        """Bytes for static data and activations: memory_bytes - reserved_bytes."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
@@ -177,7 +177,7 @@ class Host(FrozenValue):
 
 
 class Context(FrozenValue):
-    """What tokens/s, MFU and framework files need; it changes no schedule, and no hash.
+    """Data for tokens/s, MFU and framework files; it changes no schedule and no hash.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ class LicensedPair(FrozenValue):
 
 
 class Microbatch(FrozenValue):
-    """What kind a micro-batch is of.
+    """The cost and the sample of a micro-batch.
 
     Parameters
     ----------
@@ -299,9 +299,9 @@ class Microbatch(FrozenValue):
 
 
 class LinkLane(NamedTuple):
-    """What the message over a boundary occupies: the index of its link, and for how many ms.
+    """The link that a message over a boundary occupies, by index, and for how many ms.
 
-    ``link`` is -1 where messages do not queue.
+    ``link`` is -1 if messages do not queue.
     """
 
     link: int
@@ -322,7 +322,7 @@ Placement = Literal["linear", "loop", "v"]
 
 
 class Problem(FileValue):
-    """What is to be scheduled; complete and consistent once it exists.
+    """A scheduling problem; the constructor makes it complete and checks that it is consistent.
 
     Parameters
     ----------
@@ -694,11 +694,11 @@ class Problem(FileValue):
 
     @cached_property
     def least(self) -> Problem:
-        """The problem of equal micro-batches that each take the least of any cost, field by field.
+        """A relaxation with equal micro-batches, each field the minimum over all costs.
 
-        Every schedule of this problem is one of that, no longer and no larger there: what is proven
-        of it holds here. A stage with more modes than keep needs no memory there. The problem
-        itself where its micro-batches are equal and their order is free.
+        Every schedule of this problem is one of the relaxation, with no greater length or memory
+        there. So bounds of the relaxation hold here. In it, a stage with more modes than keep needs
+        no memory. It is the problem itself if all micro-batches are equal and in free order.
         """
         if self.is_even:
             return self
@@ -830,12 +830,12 @@ class Problem(FileValue):
         return sum(self.stages[stage].static_bytes for stage in self.stages_of[device])
 
     def room_bytes(self, device: int) -> int:
-        """Bytes of a device that are left for activations, beside reserved and static ones."""
+        """Bytes of a device for activations: its memory without reserved and static bytes."""
         return self.devices[device].usable_bytes - self.static_bytes_of(device)
 
     @cached_property
     def hidden_ms(self) -> Mapping[tuple[int, int, str], float]:
-        """What hides in each licensed pair, in ms, by stage of F, of the backward, its letter."""
+        """Time hidden in each allowed pair, in ms, by the F's stage, the backward's, its letter."""
         return {(one.forward, one.backward, one.with_): one.hidden_ms for one in self.pairs}
 
     @cached_property

@@ -2,15 +2,19 @@
 
 This is the one implementation of docs/specification.md, "Time".
 
-As CUDA streams do it: compute actions of a device run one after another; OFFLOAD and RELOAD are
-enqueued on their lanes when the device reaches them; RELEASE, and the backward of a reloaded
-micro-batch, wait for the transfer. Waiting transfers go by issue time, then device index. In v2 a
-message departs when its producer has ended and the one before it has left the link; in v1 messages
-never wait for each other. Solvers, families and the runtime's predictions are all judged by
-`simulate`.
+The rules are those of CUDA streams:
 
-Not modelled: the cost of launching work, and any influence of transfers on compute speed beyond the
-given bandwidths, which are those sustained with both directions and compute busy.
+* Compute actions of a device run one after another.
+* OFFLOAD and RELOAD are enqueued on their lanes when the device reaches them.
+* RELEASE, and the backward of a reloaded micro-batch, wait for the transfer.
+* Waiting transfers go by issue time, then device index.
+* In v2 a message departs when its producer has ended and the previous message has left the link.
+  In v1 messages never wait for each other.
+
+`simulate` alone judges solvers, families and the runtime's predictions.
+
+Not modelled: the cost of launching work, and any influence of transfers on compute speed. The given
+bandwidths are those sustained with both directions and compute busy.
 """
 
 from __future__ import annotations
@@ -113,8 +117,9 @@ class Simulation(ShortRepr):
 class LinkMessage(NamedTuple):
     """The output of a pass on a link that carries one message at a time, in ms.
 
-    ``ready`` is when the pass ended, ``depart`` when the message before had left too, ``left`` when
-    it has left itself; it arrives the link's latency later. ``link`` is an index of the problem's.
+    ``ready`` is when the pass ended. ``depart`` is when the previous message had left, too.
+    ``left`` is when this message has left; it arrives the link's latency later. ``link`` is an
+    index of the problem's links.
     """
 
     link: int
@@ -125,11 +130,11 @@ class LinkMessage(NamedTuple):
 
 
 class LinkLoad(NamedTuple):
-    """What a directed link must carry in one step.
+    """The load of a directed link in one step.
 
-    ``busy_ms`` = ``num_bytes`` over its bandwidth. No schedule on a link that carries one message
-    at a time has a makespan below ``least_ms``: before its first message come the passes that lead
-    to it, after its last its latency and the passes that still must follow.
+    ``busy_ms`` = ``num_bytes`` over its bandwidth. If the link carries one message at a time, no
+    schedule has a makespan below ``least_ms``. It adds to ``busy_ms`` the passes that lead to the
+    first message, the latency of the last, and the passes that must follow the last.
     """
 
     source: int
@@ -260,10 +265,10 @@ def simulate(
 class _LaneRun:
     """All lanes of all devices.
 
-    Devices advance as far as what they wait for is known, which may be far into the future. Only
-    transfers must be started in the order of time, because they compete for lanes: whenever no
-    device can advance, the transfer that can start first is started. Nobody still blocked can
-    issue an earlier one, since what blocks it ends no earlier than this one starts.
+    Each device advances until it waits for something of unknown end, perhaps far into the future.
+    Only transfers must start in the order of time, because they compete for lanes: whenever no
+    device can advance, the transfer with the earliest start is started. No blocked device can issue
+    an earlier one, because what blocks it ends no earlier than this one starts.
     """
 
     def __init__(
@@ -552,7 +557,7 @@ def side_by_side(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline(ShortRepr):
-    """What happens when.
+    """The intervals, memory curves and messages of a run.
 
     Attributes
     ----------

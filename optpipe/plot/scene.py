@@ -80,7 +80,7 @@ __all__ = [
 
 
 LANES: tuple[Lane, ...] = ("compute", "d2h", "h2d", "grad_sync")
-"""What the column `Bars.lane` counts in."""
+"""The lanes; the column `Bars.lane` holds indices of them."""
 
 KINDS: tuple[ActionType | None, ...] = (
     ActionType.FORWARD,
@@ -92,7 +92,10 @@ KINDS: tuple[ActionType | None, ...] = (
     ActionType.RELOAD,
     None,
 )
-"""What the column `Bars.kind` counts in; None is a gradient reduction. RELEASE occupies nothing."""
+"""The kinds of bars; the column `Bars.kind` holds indices of them.
+
+None is a gradient reduction. RELEASE occupies nothing.
+"""
 
 UNKNOWN_BYTES = -1
 """In the columns `Bars.before` and `Bars.after`: how much the device held is not known."""
@@ -288,7 +291,7 @@ def _held_around(
 class View:
     """One schedule of a chart: legal programs, over a memory limit or not.
 
-    * ``title``: stands before the numbers.
+    * ``title``: text before the numbers.
     * ``bound_ms``: proven lower bound of the problem's objective, where one is known.
     * ``measured``: per device, when it ran its actions, instead of a simulation.
     * ``has_memory``: whether the problem has sizes, and ``measured`` all actions of the programs.
@@ -396,9 +399,9 @@ def is_open(point: Point) -> bool:
     return not point.is_infeasible
 
 
-# --- Where a device's lanes stand in a picture: one row per device, device 0 on top.
-# The row of device d reaches from d - 0.5 to d + 0.5, downwards. Compute stands in the middle; what
-# comes back from the host above it, as gradient reductions do; what goes to the host below it.
+# --- The positions of a device's lanes in a picture: one row per device, device 0 on top.
+# The row of device d reaches from d - 0.5 to d + 0.5, downwards. Compute is in the middle.
+# Transfers from the host and gradient reductions are above it, transfers to the host below it.
 
 
 class LaneEdges(NamedTuple):
@@ -415,7 +418,7 @@ _BELOW = LaneEdges(0.30, 0.44)
 
 
 def has_side_lanes(bars: Bars) -> bool:
-    """Whether anything happens beside compute: transfers or gradient reductions."""
+    """Whether there is anything in addition to compute: transfers or gradient reductions."""
     return bool(np.any(bars.lane != LANES.index("compute")))
 
 
@@ -434,8 +437,8 @@ NUM_CODES = 2 * len(KINDS)
 class Pixels:
     """Lanes cut into columns of equal length.
 
-    * ``colour``: the mean of the colours of what happens in a column, by the time it takes; float32
-      of shape (devices, lanes, columns, 3), 0 to 1. Black where nothing does.
+    * ``colour``: the mean colour of a column's bars, weighted by their time; black without bars.
+      float32 of shape (devices, lanes, columns, 3), 0 to 1.
     * ``busy``: the share of a column that is filled, 0 to 1; float32, (devices, lanes, columns).
     """
 
@@ -504,10 +507,10 @@ def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray
 def shares_of(
     start: NDArray[np.float64], end: NDArray[np.float64], edges: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Return how much of each column some bars fill that do not overlap, as shares of it.
+    """Return the share of each column that is filled by bars, which must not overlap.
 
-    The time filled up to a moment grows along a bar and stands still between bars: its values at
-    the edges of a column differ by what the column holds.
+    The time filled up to a moment grows along a bar and is constant between bars. A column's filled
+    time is the difference of its values at the column's edges.
     """
     order = np.argsort(start, kind="stable")
     start, end = start[order], end[order]
@@ -615,7 +618,7 @@ def require_drawing(suffix: str) -> None:
         )
 
 
-# --- The numbers behind a picture's title.
+# --- The numbers after a picture's title.
 
 
 def length_of(problem: Problem, drawing: Drawing) -> float:
