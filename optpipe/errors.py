@@ -102,7 +102,7 @@ class InputError(OptPipeError, ValueError):
         return self
 
     def inside(self, outer: str) -> Self:
-        """Return the error of a document that stands at a pointer in another one."""
+        """Return the error with pointers that begin with that of its document in an outer one."""
         inner = self.pointers or ("",) * len(str(self).splitlines())
         return self.at(*(outer + one for one in inner))
 

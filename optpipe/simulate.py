@@ -266,7 +266,7 @@ class _LaneRun:
     """All lanes of all devices.
 
     Each device advances until it waits for something of unknown end, perhaps far into the future.
-    Only transfers must start in the order of time, because they compete for lanes: whenever no
+    Only transfers must start in the order of time, because they compete for lanes. Whenever no
     device can advance, the transfer with the earliest start is started. No blocked device can issue
     an earlier one, because what blocks it ends no earlier than this one starts.
     """

@@ -578,8 +578,8 @@ def choose(
     """Return keep and the modes with which schedules come closest to the best with all options.
 
     A mode costs its recomputation and a share of its transfer time, at least the part that exceeds
-    the time that can hide transfers. For each share in a list, and each limit of the bytes that a
-    cell leaves on the device at a moment, one option is the cheapest. The menu gets options in this
+    the time that can hide transfers. For each share, moment and limit of the bytes that a cell
+    leaves on the device at the moment, one option is the cheapest. The menu gets options in this
     order:
 
     1. ``first``.

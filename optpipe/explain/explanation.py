@@ -187,7 +187,7 @@ def _lanes(problem: Problem, explanation: Explanation) -> Iterator[str]:
 
 
 def _pairs(problem: Problem, programs: Programs) -> Iterator[str]:
-    """Say per device and kind of pair how often what hid behind what, the most first."""
+    """Yield sentences about the pairs that ran, by device and kind, most hidden time first."""
     if not problem.pairs:
         return
     used: dict[tuple[int, int, int, str], int] = defaultdict(int)
@@ -217,7 +217,7 @@ def _pairs(problem: Problem, programs: Programs) -> Iterator[str]:
 
 
 def _slack(problem: Problem, explanation: Explanation) -> Iterator[str]:
-    """Lanes of one kind that may become slower by the same, in whole percent, stand together."""
+    """Yield a line per group of lanes of one kind with equal slack in whole percent."""
     alike: dict[tuple[str, ...], list[LaneSlack]] = defaultdict(list)
     for slack in explanation.slacks:
         alike[slack.group or "", slack.lane, _percent(slack)].append(slack)
@@ -234,14 +234,14 @@ def _slack(problem: Problem, explanation: Explanation) -> Iterator[str]:
 
 
 def _percent(slack: LaneSlack) -> str:
-    # Rounded down: what is said may be lost may be lost.
+    # Rounded down, so that the lane may really become that much slower.
     return f"{math.floor(100 * (slack.factor - 1) + 1e-6):,}"
 
 
 def _most_used(explanation: Explanation) -> list[list[LaneUse]]:
     """Return the lanes that are shown: the most used of all, and of each kind.
 
-    Lanes of one kind whose shares read the same, in whole percent, stand together.
+    Lanes of one kind with equal shares, in whole percent, are one group.
     """
     alike: dict[tuple[str, ...], list[LaneUse]] = defaultdict(list)
     for use in explanation.lanes:

@@ -417,9 +417,9 @@ def critical_path(
     """Return the pieces of the chain that makes the length, in the order of time.
 
     Under makespan the chain leads from 0 to the last end of all (of several devices that end
-    together, the first). Under span it belongs to the device with the longest time from its first
-    start to its last end (of equal devices, the first), and leads from one to the other. The part
-    of a piece before that start is cut off, because it costs nothing.
+    together, the first). Under span it leads from the first start to the last end of the device
+    with the longest time between the two (of equal devices, the first). The part of a piece before
+    that start is cut off, because it costs nothing.
 
     Each piece begins exactly when the previous one ends, so their lengths sum to the length. Each
     waited for the previous one, and for nothing later. `Reasons.of` also defines which of several

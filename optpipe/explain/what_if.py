@@ -1,4 +1,4 @@
-"""What-if questions: problems with a little more of one resource, each with a start.
+"""Questions about a little more of one resource: problems to solve, each with a start.
 
 *Never worse.* Each question has programs that are legal for the changed problem. Their length
 there follows from their length without the change:
@@ -50,8 +50,8 @@ class WhatIfQuestion:
     """A changed problem, and legal programs for it to start from.
 
     * ``name``, ``text``: for file names, and in words.
-    * ``is_never_worse``: whether it is a theorem that the change makes the start no longer, per
-      micro-batch, than the programs it was made of: see the module.
+    * ``is_never_worse``: whether it is a theorem that the start takes no longer, per micro-batch,
+      than the original programs without the change: see the module.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The items of a sweep as one table: CSV for programs, Markdown for documents, JSON.
 
-What is not known is None. Axes are columns of their own, named as in the sweep.
+Unknown values are None. Axes are columns of their own, named as in the sweep.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _axes_of(rows: Sequence[SweepRow]) -> list[str]:
 def dump_sweep(rows: Sequence[SweepRow], form: str) -> str:
     """Return the rows as ``json`` (``{"rows": [...]}``), ``csv`` or ``markdown``.
 
-    In CSV axes stand between name and state, and unknown numbers are empty; Markdown is for people
+    In CSV axes are between name and state, and unknown numbers are empty. Markdown is for people
     and has neither hashes nor ids.
     """
     if form == "markdown":
@@ -289,8 +289,8 @@ def comparison_columns(rows: Rows) -> list[TableColumn]:
 def dump_comparison(rows: Rows, form: str) -> str:
     """Return the rows as ``json`` (``{"rows": [...]}``), ``csv`` or ``markdown``.
 
-    In CSV times are in ms, sizes in bytes, and unknown numbers are empty; in Markdown the last
-    column says what is over the limit, or why a method is absent.
+    In CSV times are in ms, sizes in bytes, and unknown numbers are empty. In Markdown the last
+    column has the excess over the limit, or why a method is absent.
     """
     if form == "markdown":
         reasons = (row["reason"] for row in rows)

@@ -189,7 +189,7 @@ def _device_facts(
 
 
 def _gpu_bytes(traces: Iterable[RankTrace]) -> int | None:
-    """Return the memory of the GPU that the kernels ran on; of replicas, the least."""
+    """Return the memory of the GPU that the kernels ran on; of replicas, the minimum."""
     found = []
     for trace in traces:
         work = (event for events in trace.process.device_work.values() for event in events)
@@ -217,12 +217,12 @@ def find_devices(stages_of: Mapping[int, set[int]]) -> dict[int, int]:
 
 
 # --- How long the work inside a range kept the compute lane busy.
-# On a GPU the time is that of the kernels launched while the range was open, by whichever thread
-# (autograd has its own), on the stream that computes most: what runs beside it on other streams,
-# such as copies and collectives, counts only where the compute stream waits for it inside the
-# span. Waiting for a receive comes before the first kernel and does not count. Without kernels the
-# time is the CPU's, from the first operator in the range to the range's end: what comes before that
-# operator is a wait for a receive.
+# On a GPU the time is that of the kernels launched while the range was open, on any thread
+# (autograd has its own), on the stream that computes most. Work on other streams, such as copies
+# and collectives, counts only while the compute stream waits for it inside the span. A wait for a
+# receive comes before the first kernel and does not count. Without kernels the time is the CPU's,
+# from the first operator in the range to the range's end: the time before that operator is a wait
+# for a receive.
 
 GpuTime = Literal["span", "busy"]
 """span: from the first kernel's start to the last one's end. busy: the kernels alone."""
@@ -387,7 +387,7 @@ class _LargestSeen:
 
     @property
     def kept_bytes(self) -> int:
-        """What a micro-batch leaves behind when its backward is done."""
+        """Bytes of a micro-batch that remain after its backward."""
         backward = ("I", "W") if "W" in self.change else ("B",)
         return sum(self.change.get(action, 0) for action in ("F", *backward))
 
@@ -467,7 +467,7 @@ def _sizes(stage: int, seen: Mapping[int, _LargestSeen]) -> dict[str, int]:
     if own.output_bytes:
         facts["output_bytes"] = own.output_bytes
     if "F" in own.left:
-        # What the stage before sent; within a device nothing is.
+        # The output of the previous stage; within a device nothing is sent.
         received = seen[stage - 1].output_bytes if stage - 1 in seen else 0
         facts["activation_bytes"] = own.left["F"] + received
     if "W" in own.freed:
@@ -520,9 +520,9 @@ def _memory_notes(
 
 
 # --- Messages between ranks in traces, from the kernels that NCCL sends and receives with.
-# torch notes a message's size, type and peer beside the call that sends or receives it
-# (``record_param_comms``), and, for a call that is not part of a batch, on the kernel too. The
-# kernel of a batch carries the messages noted since the kernel before it. A kernel that starts
+# torch records a message's size, type and peer next to the call that sends or receives it
+# (``record_param_comms``). For a call that is not part of a batch, the kernel has them, too. The
+# kernel of a batch carries the messages recorded since the previous kernel. The kernel that starts
 # first waits for the other side, so a message took as long as the shorter of its two kernels.
 
 _ITEM_BYTES = {

@@ -103,7 +103,7 @@ class _TimerBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class _MegatronLog:
-    """What a log holds: blocks in order, and arguments as printed."""
+    """The contents of a log: blocks in order, and arguments as printed."""
 
     blocks: tuple[_TimerBlock, ...]
     arguments: dict[str, str]
@@ -193,7 +193,7 @@ _HALF_PRECISION = ("torch.bfloat16", "torch.float16", "torch.half")
 
 
 class MegatronRun(NamedTuple):
-    """What a run is known to be, where its log does not say.
+    """The facts about a run that its log may lack.
 
     Parameters
     ----------
@@ -414,7 +414,7 @@ class _CsvRow(NamedTuple):
 def read_times(text: str) -> Measurements:
     """Return the measurements of a table of times; errors name the line.
 
-    Where rows name ranks, the ranks' stages say which stages share a device.
+    If rows name ranks, the stages of one rank share a device.
     """
     rows = _rows(text, needed=_TIMES, known=(*_TIMES, *_OPTIONAL))
     samples = tuple(_sample(row) for row in rows)

@@ -1,10 +1,10 @@
-"""What was measured: samples of times, transfers, sizes; and the problem made of it.
+"""Measurements (samples of times, transfers and sizes), and the problem made of them.
 
-Whoever measures - a trace, a log, a table, or the runtime itself - fills a `Measurements`;
+Each reader (of a trace, a log or a table) and the runtime itself fill a `Measurements`;
 `optpipe.measurements.to_problem` alone makes a `Problem` of it. Times are ms, sizes bytes,
-bandwidths GB/s (1e9), as in a problem. What was not measured is None, never 0.
+bandwidths GB/s (1e9), as in a problem. A value that was not measured is None, never 0.
 
-Without a base every size and limit is measured, given, or asked for.
+Without a base, an error lists the sizes and limits that were neither measured nor given.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _PartlyKnown(FrozenValue):
     """Fields of which each may be unknown (None)."""
 
     def or_else(self, general: Self) -> Self:
-        """Return these facts, and where one is unknown the general one."""
+        """Return these facts, each unknown one replaced by the general one."""
         return type(self)(**(general.known() | self.known()))
 
     def known(self) -> dict[str, Any]:
@@ -113,9 +113,9 @@ class _PartlyKnown(FrozenValue):
 
 
 class StageFacts(_PartlyKnown):
-    """What is known of a stage besides its times; fields as in `optpipe.problem.Stage`.
+    """Known facts of a stage other than its times; fields as in `optpipe.problem.Stage`.
 
-    Where its ``modes`` are, they say what is offloaded and recomputed, their times included.
+    ``modes``, if given, define what is offloaded and recomputed, with the times of that.
     """
 
     device: _DeviceIndex | None = None
@@ -135,7 +135,7 @@ class StageFacts(_PartlyKnown):
 
 
 class DeviceFacts(_PartlyKnown):
-    """What is known of a device; fields as in `optpipe.problem.Device`."""
+    """Known facts of a device; fields as in `optpipe.problem.Device`."""
 
     name: Name | None = None
     memory_bytes: Bytes | None = None
@@ -242,9 +242,9 @@ class LinkFit(NamedTuple):
 def fit_links(transfers: Iterable[Transfer]) -> tuple[LinkFit, ...]:
     """Return one fit per directed pair of devices, in order of the pairs.
 
-    Each message size counts once, with the median of its times; slope and intercept are the
-    medians over all pairs of sizes (Theil 1950, Sen 1968), so that one odd size moves neither.
-    With a single size the whole time counts as bandwidth: latency cannot be told from it.
+    Each message size counts once, with the median of its times. Slope and intercept are the medians
+    over all pairs of sizes (Theil 1950, Sen 1968), so that one outlier moves neither. With a single
+    size the whole time counts as bandwidth, because latency cannot be separated.
     """
     times: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in transfers:
@@ -287,7 +287,7 @@ Value = TypeVar("Value")
 def _from_scratch(
     measurements: Measurements, given: Given, times: Sequence[_StageTimes]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of a problem, and sentences about what stands on assumptions."""
+    """Return the fields of a problem, and sentences about its assumptions."""
     if len(given.stages) > len(times):
         raise MeasurementError(
             f"{len(given.stages)} stages are described, but times of {len(times)} were measured; "
@@ -792,9 +792,9 @@ def stage_times(
 ) -> _StageTimes:
     """Return the times of a stage.
 
-    Where I and W were measured, they count, and B beside them if it was measured too. Where only B
-    was, it is divided: by ``weight_share``, else as in the base problem, else all of it is I and W
-    takes nothing, as in the runtime for modules whose backward cannot be split.
+    Measured I and W are used as they are, and B, too, if it was measured. If only B was measured,
+    it is divided into I and W by ``weight_share``, else as in the base problem. Else all of it is I
+    and W takes nothing, as in the runtime for modules whose backward cannot be split.
 
     Raises
     ------

@@ -83,7 +83,7 @@ _NEUTRAL = frozenset({
     "original_max_position_embeddings", "partial_rotary_factor", "qk_head_dim",
     "query_pre_attn_scalar", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit",
     "use_qk_norm",
-    # tokens that stand for images
+    # tokens that represent images
     "image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id",
     "vision_token_id",
 })  # fmt: skip
@@ -107,13 +107,16 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 _TEXT_OF = frozenset({"gemma3", "llama4", "qwen2_5_vl"})
-"""Configs of text and images: the text's is in ``text_config``, or, in early files of Qwen2.5-VL,
-beside ``vision_config``; what is for images is left out, and said so."""
+"""Types of configs of text and images.
+
+The text's config is in ``text_config``, or, in early files of Qwen2.5-VL, next to
+``vision_config``. The reader leaves out the part for images and reports that.
+"""
 
 _NO_FORMULA = {
     "qwen3_next": "three of four of its layers have linear attention (Gated DeltaNet)",
 }
-"""What estimates know no formula for, of models that are often asked for."""
+"""Popular model types that have a part without a formula here, and that part."""
 
 
 _OTHERWISE = (
@@ -366,7 +369,7 @@ def _glm4_moe(config: _Config) -> dict[str, Any]:
 
 
 def _routed(config: _Config) -> Experts:
-    """Return experts with shared ones and a gate by groups, behind some dense layers."""
+    """Return experts with shared ones and a gate by groups, after some dense layers."""
     inner = config.number("moe_intermediate_size")
     groups, chosen = config.number("n_group", 1), config.number("topk_group", 1, least=0)
     return Experts(

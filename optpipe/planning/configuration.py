@@ -104,7 +104,7 @@ class Configuration:
 
     @cached_property
     def stages(self) -> tuple[StageLayers, ...]:
-        """What each stage holds, in model order.
+        """The layers of each stage, in model order.
 
         Raises
         ------
@@ -228,11 +228,11 @@ def _torchrun(configuration: Configuration) -> str:
 
 
 def _connections(configuration: Configuration) -> str:
-    """Return how many queues CUDA has, where Megatron-LM asks for a number of its own.
+    """Return the setting of CUDA's number of queues that Megatron-LM requires, or "".
 
-    ``validate_args`` of megatron/training/arguments.py (NVIDIA/Megatron-LM, commit 000c4ac): 1
-    before Blackwell, with tensor or context parallel ranks, but not with FSDP; more for exchanges
-    of experts that overlap.
+    The number is 1 before Blackwell, with tensor or context parallel ranks, but not with FSDP.
+    Overlapping exchanges of experts need more. Source: ``validate_args`` of
+    megatron/training/arguments.py (NVIDIA/Megatron-LM, commit 000c4ac).
     """
     training = configuration.training
     if training.ep_overlap or configuration.pipeline.pairs:

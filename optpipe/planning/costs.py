@@ -157,8 +157,9 @@ def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple
       addition (F and I read 2 h and write h), dropout masks of one byte.
     * Per token: GELU (F 2 f, I 3 f) or a gate (F 3 f, I 5 f). Rotary queries and keys: 2 of each in
       F and I.
-    * Experts' copies of a token: ordered by expert before they are sent, by local expert when they
-      arrive, and both back (7 h in F and in I). With one copy per rank they are ordered once (4 h).
+    * Experts' copies of a token: 7 h in F and in I. They are ordered by expert before they are
+      sent, by local expert when they arrive, and back. With one copy per rank they are ordered once
+      (4 h).
     * Scores, without flash attention: F writes them, softmax reads and writes, F reads (4). With
       dropout they are read and written once more, with the mask.
     * In I: gradients written, read with the probabilities, written, read twice, probabilities read

@@ -252,10 +252,11 @@ class Machine(NamedTuple):
     def _cast_bytes(self) -> float:
         """Bytes read and written to cast one element to the narrow precision.
 
-        fp8 reads the element for its scale, reads it again to cast it, and writes it. Before
-        Blackwell, whose products take any layout, it writes it a second time, transposed
-        (Transformer Engine, current scaling). mxfp8 reads it once and writes it along rows and
-        along columns, with a scale for every 32. nvfp4 reads it twice.
+        * fp8 reads the element for its scale, reads it again to cast it, and writes it. GPUs before
+          Blackwell also write it transposed (Transformer Engine, current scaling). The products of
+          Blackwell take any layout.
+        * mxfp8 reads it once and writes it along rows and along columns, with a scale for every 32.
+        * nvfp4 reads it twice.
         """
         if self.training.precision == "fp8":
             return 5.0 if "mxfp8" in self.hardware.tflops else 6.0
@@ -325,8 +326,8 @@ class Machine(NamedTuple):
     def _tensor_bytes(self, shape: ModelShape, kind: LayerForm) -> tuple[float, float]:
         """Return what tensor parallelism moves in F and in the backward of a layer, per rank.
 
-        There are two all-reduces in F and two in I (Shoeybi et al. 2019, Megatron-LM, arXiv
-        1909.08053, section 3), or as many reduce-scatters and all-gathers of the same bytes. With
+        There are two all-reduces in F and two in I, or as many reduce-scatters and all-gathers of
+        the same bytes (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3). With
         sequence parallelism W gathers its two inputs again (Korthikanti et al. 2022, section
         4.2.2).
         """

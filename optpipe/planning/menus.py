@@ -122,9 +122,10 @@ def with_menus(
 ) -> tuple[Model, Problem]:
     """Return a model and a cut of it with at most ``most`` modes for each layer and each stage.
 
-    A stage's menu counts layers. The model has one menu for all its layers, so that a stage may do
-    what its layers may: recompute none, half or all of them in full. Half of them is half of each
-    layer's numbers. For model, problem, machines and errors see `stages_with_menus`.
+    A stage's menu counts layers. The model has one menu for all its layers, so that a stage has
+    the modes of its layers. The modes recompute none, half or all of the layers in full. Half of
+    them is half of each layer's numbers. For model, problem, machines and errors see
+    `stages_with_menus`.
     """
     cut = stages_with_menus(model, problem, sizes=sizes, shape=shape, machines=machines, most=most)
     table = _Table(shape, machines[0], len(machines))

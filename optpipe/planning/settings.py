@@ -208,7 +208,7 @@ _ITEM = re.compile(r"\s*((?:-\s+)+)(.*)")
 
 
 def _values(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the values of a text, and what is said otherwise elsewhere; ``model`` goes first."""
+    """Return the values of a text, and second values that differ; ``model`` takes precedence."""
     found: dict[str, list[str]] = {}
     twice: dict[str, str] = {}
     of_model: set[str] = set()

@@ -131,11 +131,11 @@ def run_costs(costs: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float6
 
 
 def balanced_cut(costs: Sequence[NDArray[np.float64]]) -> tuple[tuple[int, ...], float]:
-    """Return the layers of each stage of the cut with the least largest stage cost, and that cost.
+    """Return the layers of each stage in the cut that minimises the largest stage cost; that cost.
 
-    Among these cuts the sum of squared costs is the least, and then the cut points are the latest:
-    a slow stage costs less waiting at both ends of a step if it comes earlier. Two dynamic programs
-    over the cut points find the cut exactly.
+    Among these cuts it has the minimum sum of squared costs, and then the latest cut points. An
+    earlier slow stage causes less waiting at both ends of a step. Two dynamic programs over the cut
+    points find the cut exactly.
 
     Parameters
     ----------
@@ -373,7 +373,7 @@ def step_estimate(
     the stages before its first stage, and after its last backward (tail_r) their backwards. So a
     step takes at least the largest head_r + m b_r + tail_r with any schedule of fused backwards.
     Interleaved 1F1B has this length if stages are equal (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2). 1F1B with one stage per rank also waits where stages differ, which is counted.
+    section 2.2). 1F1B with one stage per rank also waits if stages differ; the time includes that.
 
     Parameters
     ----------
@@ -517,8 +517,8 @@ def _one_f_one_b(
 
     Rank r runs w = p - r F's and waits for the first backward, which has passed all later stages.
     Then it alternates. After its last F, the last backward comes when that micro-batch has passed
-    the later stages, too. In between, the period is at least the w-th part of the way from r to the
-    end and back, because at most w micro-batches are on it.
+    the later stages, too. In between, at most w micro-batches are on the path from r to the end and
+    back. So the period is at least the w-th part of that path.
     """
     p = len(stages)
     way = [0.0] * (p + 1)  # from the first F of a stage to the end and back, without its own B

@@ -89,11 +89,11 @@ _WRAPPING = {"flex-wrap": "wrap"}
 def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDOM:
     """Return schedules one above the other on one time axis, each with a memory chart below it.
 
-    Hovering over an action says in words what it is and shows its micro-batch's whole path, in
-    every view; a tap keeps the path and shows the memory of the action's device. The layout's
-    ``tags`` are the views' objectives in ms. The time axis is
-    the Range1d named ``time``, the views' figures are ``gantt-0``, ``gantt-1``, ... and
-    ``memory-0``, ``memory-1``, ... Raises `IllegalScheduleError` if programs get stuck.
+    Hovering over an action describes it in words and shows its micro-batch's whole path, in every
+    view. A tap keeps the path and shows the memory of the action's device. The layout's ``tags``
+    are the views' objectives in ms. The time axis is the Range1d named ``time``. The views' figures
+    are ``gantt-0``, ``gantt-1``, ... and ``memory-0``, ``memory-1``, ... Raises
+    `IllegalScheduleError` if programs get stuck.
     """
     drawings = [view.drawing for view in views]
     time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))

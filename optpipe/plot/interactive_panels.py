@@ -86,8 +86,8 @@ def draw_gantt(
 ) -> tuple[GlyphRenderer[Any], dict[str, Any]]:
     """Draw one schedule over a time axis; return the bars, and what the scripts read and change.
 
-    * ``has_sides``: whether to leave room for transfers beside compute.
-    * ``border_px``: room for the devices' names; equal for all figures of a layout, so that times
+    * ``has_sides``: whether to leave space for transfers above and below compute.
+    * ``border_px``: width for the devices' names; equal for all figures of a layout, so that times
       line up.
     """
     look = PALETTES[theme]
@@ -194,10 +194,10 @@ def _draw_bars(plot: Any, source: ColumnDataSource, look: Palette) -> GlyphRende
 
 
 def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:
-    """Make the place for one micro-batch's bars over a veil; it is empty at first.
+    """Add the layer for one micro-batch's bars over a veil; it is empty at first.
 
-    It stands on the level that is painted apart from the bars: following the pointer does not draw
-    a hundred thousand bars again. Bokeh does not clip that level, so the script has to.
+    It is on the level that is painted apart from the bars, so a moving pointer does not repaint a
+    hundred thousand bars. Bokeh does not clip that level, so the script has to.
     """
     path = ColumnDataSource({name: [] for name in _PATH_COLUMNS})
     plot.quad(
@@ -289,8 +289,9 @@ def draw_memory(
 ) -> tuple[Any, dict[str, Any]]:
     """Draw the device that is fullest in proportion to its limit; scripts change to others.
 
-    Return the figure, and what the scripts read and change: all ``curves``, one after the other, in
-    ms and in the axis's unit; and ``devices``, of each the ``first`` row in them.
+    Return the figure, and the data that the scripts read and change. ``curves`` are all curves, one
+    after the other, in ms and in the axis's unit. ``devices`` has each device's ``first`` row in
+    them.
     """
     look = PALETTES[theme]
     limits = [device.usable_bytes for device in view.problem.devices]
@@ -431,7 +432,7 @@ def _name_device(plot: Any, shown: ColumnDataSource, unit: str) -> None:
 
 
 def _select(view: View, chosen: int, theme: Theme) -> Select:
-    # As much as stands over a select box.
+    # Cut the title to the width of a select box.
     title = view.title if len(view.title) <= _LABEL else view.title[: _LABEL - 1] + "…"
     options: list[str | tuple[Any, str]] = [
         (str(index), device.name) for index, device in enumerate(view.problem.devices)

@@ -1,9 +1,9 @@
-"""A schedule as a picture in the terminal: who computes what when, what moves, what is held.
+"""A schedule as a picture in the terminal: compute, transfers and memory of each device over time.
 
-Per device one row of compute, a row for each direction of transfers that it uses, and a row of
-memory. Blocks are coloured where the terminal has colours and filled with distinct signs where it
-has none. Where a device has more actions than columns, columns are shared, and of many
-devices an evenly spaced few are shown.
+Each device has a row of compute, a row for each direction of transfers that it uses, and a row of
+memory. Blocks are coloured, or filled with distinct signs if the terminal has no colours. If a
+device has more actions than columns, actions share columns. Of many devices an evenly spaced few
+are shown.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ScheduleView:
     """A rich renderable of legal programs; programs over a memory limit are shown as such.
 
     * ``problem``, ``programs``: what is shown.
-    * ``title``: first line; the numbers stand behind it.
+    * ``title``: first line, before the numbers.
     * ``length_ms``: end of the time axis; the makespan when None. Give two views the same one to
       compare them.
     * ``max_devices``: of more devices, this many, evenly spaced, are shown.

@@ -1,7 +1,7 @@
 """The torch runtime: runs a schedule on torch.distributed, offloads and recomputes for real.
 
-Importing it says at once whether torch is there in a version it works with; torch itself is
-loaded only when a name is used, so that starting ranks (`optpipe.runtime.launch`) stays cheap.
+The import raises `MissingExtraError` if torch is missing or too old. torch itself is loaded only
+when a name is used, so that starting ranks (`optpipe.runtime.launch`) stays cheap.
 """
 
 from __future__ import annotations

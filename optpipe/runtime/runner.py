@@ -112,8 +112,8 @@ class PipelineRunner:
     nor results, but what a micro-batch holds under autocast.
 
     If a rank raises, hangs or dies, all others raise `RankError` with the cause, the same on all,
-    within seconds; one that cannot, because it waits where no exception reaches it, ends with
-    `EXIT_CODE` and that cause on stderr (`optpipe.runtime.watch`).
+    within seconds. A rank that waits where no exception reaches it ends with `EXIT_CODE` and that
+    cause on stderr (`optpipe.runtime.watch`).
 
     Parameters
     ----------
