@@ -266,7 +266,7 @@ def _mode_faults(
 def _unasked_or_missing(
     problem: Problem, position: dict[Action, int], number: int, action: Action
 ) -> Iterator[tuple[str, str]]:
-    """Hold a cell against the mode that its F names: exactly what the mode asks for is there."""
+    """Check that a cell has exactly the actions of the mode that its F names."""
     stage, kind, microbatch, *_ = action
     menu = problem.menu_of(stage, microbatch)
     if number >= len(menu):

@@ -175,7 +175,7 @@ class ProblemError(InputError):
 
 
 class ModelError(InputError):
-    """A model breaks a rule of ``optpipe/model/v1``, or cannot be cut as asked."""
+    """A model breaks a rule of ``optpipe/model/v1``, or cannot be cut as requested."""
 
     code = "model.invalid"
 
@@ -502,6 +502,6 @@ class RankError(WorldError):
 
 
 class OffloadError(WorldError):
-    """Activations were asked for in a state in which the device does not hold them."""
+    """Activations were requested in a state in which the device does not hold them."""
 
     code = "runtime.offload"

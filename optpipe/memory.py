@@ -1,7 +1,7 @@
 """Memory is a property of the program, not of the clock (docs/specification.md, "Memory").
 
-Walking a program from top to bottom and adding what each action takes and gives back yields the
-peak under *every* timing. `memory_walk` is that walk; nothing else in the house counts bytes.
+`memory_walk` adds the bytes that each action of a program takes and gives back, in order. The
+result is the peak under *every* timing. No other code of the core counts bytes.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ Legality and memory follow it, here and in compiled code.
 class MemoryStep:
     """Bytes held by the pipeline around one action, static bytes included.
 
-    ``taken_at_start`` tells whether ``after`` is reached when the action starts (F, RELOAD,
-    RECOMPUTE) or when it ends (I, W, B, RELEASE).
+    ``taken_at_start``: whether ``after`` is reached when the action starts (F, RELOAD, RECOMPUTE)
+    or when it ends (I, W, B, RELEASE).
     """
 
     before: int

@@ -1,8 +1,8 @@
-"""The model before it is cut: layers, devices, links (``optpipe/model/v1``), and what a cut makes.
+"""The model before it is cut: layers, devices, links (``optpipe/model/v1``), and cuts of it.
 
-A layer has the fields of a problem's stage, its device aside; a stage is a run of layers. How the
-fields of a run follow from those of its layers is `optpipe.model.fuse`'s to say, and nobody else's.
-Units as in `optpipe.problem`.
+A layer has the fields of a problem's stage without its device. A stage is a run of layers.
+`optpipe.model.fuse` alone computes the fields of a run from those of its layers. Units are those of
+`optpipe.problem`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["MAX_LAYERS", "DefaultLink", "Layer", "LayerTimes", "Model", "ModelDe
 
 
 MAX_LAYERS = 4096
-"""Most layers a model may have, repeated ones counted."""
+"""Maximum number of layers of a model, repeated ones counted."""
 
 
 Factor = Annotated[Bandwidth, Field(le=1e6)]  # positive and finite, refused in the same words
@@ -59,7 +59,7 @@ class ModelDevice(Device):
     speed: Factor = 1.0
 
     def plain(self) -> Device:
-        """Return what a problem knows of it."""
+        """Return the device's fields in a problem."""
         return Device(**self.model_dump(exclude={"type", "speed"}))
 
 
@@ -277,7 +277,7 @@ class Model(FileValue):
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are, repeated ones counted."""
+        """The number of layers, repeated ones counted."""
         return sum(layer.repeat for layer in self.layers)
 
     @cached_property

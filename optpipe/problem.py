@@ -615,12 +615,12 @@ class Problem(FileValue):
 
     @property
     def num_costs(self) -> int:
-        """How many costs micro-batches have."""
+        """The number of costs that micro-batches have."""
         return len(self.stages_by_cost)
 
     @cached_property
     def stages_by_cost(self) -> tuple[tuple[Stage, ...], ...]:
-        """By cost what `stages` is for cost 0."""
+        """The `stages` of each cost."""
         return (self.stages, *zip(*self.other_costs, strict=True))
 
     @cached_property
@@ -639,7 +639,7 @@ class Problem(FileValue):
 
     @cached_property
     def menus_by_cost(self) -> tuple[tuple[tuple[CellMode, ...], ...], ...]:
-        """By cost what `menus` is for cost 0."""
+        """The `menus` of each cost."""
         return tuple(tuple(stage.menu for stage in stages) for stages in self.stages_by_cost)
 
     @property
@@ -714,7 +714,7 @@ class Problem(FileValue):
 
     @cached_property
     def boundary_ms_by_cost(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """By cost what `boundary_ms` is for cost 0."""
+        """The `boundary_ms` of each cost."""
         return tuple(map(self._boundary_ms, range(self.num_costs)))
 
     def _boundary_ms(self, cost: int) -> tuple[tuple[float, float], ...]:
@@ -746,7 +746,7 @@ class Problem(FileValue):
 
     @cached_property
     def boundary_lanes_by_cost(self) -> tuple[tuple[tuple[LinkLane, LinkLane], ...], ...]:
-        """By cost what `boundary_lanes` is for cost 0."""
+        """The `boundary_lanes` of each cost."""
         if self.format != V2:
             return (((_FREE, _FREE),) * len(self.stages),) * self.num_costs
         return tuple(map(self._boundary_lanes, range(self.num_costs)))
@@ -840,7 +840,7 @@ class Problem(FileValue):
 
     @cached_property
     def device_busy_ms(self) -> tuple[float, ...]:
-        """Least compute time of each device without pairs, recompute aside."""
+        """Minimum compute time of each device without pairs and without recompute."""
         many = Counter(self.cost_of)
         return tuple(
             sum(

@@ -470,7 +470,7 @@ class Pass(NamedTuple):
 
 
 def pass_of(action: Action) -> Pass | None:
-    """Return the pass an action completes; None where nobody else waits for it."""
+    """Return the pass that an action completes; None if no other action waits for it."""
     if action.type is ActionType.FORWARD:
         return Pass(False, action.stage, action.microbatch)
     if action.type.is_backward:
@@ -500,7 +500,7 @@ def transit_ms(problem: Problem, source: Pass, target: Action) -> float:
 
 
 def lane_of(problem: Problem, producer: Pass) -> LinkLane:
-    """Return what the output of a pass occupies; a link of -1 where it waits for nobody."""
+    """Return the link that the output of a pass occupies; -1 if messages do not queue."""
     lanes = problem.boundary_lanes_by_cost[problem.cost_of[producer.microbatch]]
     if not producer.backward:
         return lanes[producer.stage][0]

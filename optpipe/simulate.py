@@ -74,7 +74,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When one action happens, in ms.
+    """The times of one action, in ms.
 
     ``issue`` is when the device reaches it, its inputs aside; ``start`` and ``end`` are those of
     the compute pass or of the transfer itself. A RELEASE has start = end = when its wait is over.
@@ -202,7 +202,7 @@ def link_warnings(problem: Problem, makespan_ms: float) -> tuple[str, ...]:
 def duration_ms(problem: Problem, action: Action, mode: int | None = None) -> float:
     """Return how long an action occupies its lane, in ms (RELEASE: 0).
 
-    ``mode`` is that of its cell; without one it is what the action itself asks for
+    ``mode`` is that of its cell; by default it is the mode that the action implies
     (`Stage.implied_mode`).
     """
     stage = problem.stage_of(action.stage, action.microbatch)
@@ -464,7 +464,7 @@ class _TransferLanes:
         self._heads: list[tuple[float, _Issued]] = []
 
     def issue(self, item: _Issued) -> Times | None:
-        """Enqueue a transfer; return its times where nobody competes with it for its lane."""
+        """Enqueue a transfer; return its times if no other transfer competes for its lane."""
         self.issued.add(item.action)
         if len(self._keys_of(item)) == 1:
             return self._start(item)
@@ -519,7 +519,7 @@ def _lane_keys(problem: Problem, device: int, kind: ActionType) -> tuple[str, ..
     return tuple(keys)
 
 
-# --- A schedule against the clock: lanes, bubbles and memory curves, for people and pictures.
+# --- A schedule over time: lanes, bubbles and memory curves, for text and pictures.
 
 Lane = Literal["compute", "d2h", "h2d", "grad_sync"]
 _LANES: dict[ActionType, Lane] = {ActionType.OFFLOAD: "d2h", ActionType.RELOAD: "h2d"}

@@ -108,7 +108,7 @@ Flag = Annotated[bool, Field(strict=True)]
 _MOST_MODES = 64
 
 MOST_COSTS = 4096
-"""Most costs that a stage may have."""
+"""Maximum number of costs of a stage."""
 
 OF_STAGE = ("device", "static_bytes", "grad_sync_ms", "uniform_modes", "layers")
 """Fields that a stage has whatever the cost of a micro-batch."""
@@ -494,7 +494,7 @@ class Stage(FrozenValue):
 
     @property
     def busy_ms(self) -> float:
-        """Least compute time of one micro-batch, recompute aside: F + min(B, I + W)."""
+        """Minimum compute time of one micro-batch without recompute: F + min(B, I + W)."""
         split = self.backward_input_ms + self.backward_weight_ms
         return self.forward_ms + min(self.fused_backward_ms, split)
 

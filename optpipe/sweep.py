@@ -289,7 +289,7 @@ class Point:
 
     * ``index``: its place in the sweep.
     * ``family``: equal for problems of one line; see `family_of`.
-    * ``label``: what distinguishes its line from others, for people.
+    * ``label``: text that distinguishes its line from others.
     * ``memory_bytes``: the budget of each device.
     * ``objective_ms``: of the best schedule found; None where there is none.
     * ``bound_ms``: proven lower bound of the objective; None where nothing is proven.

@@ -103,7 +103,7 @@ def _critical_path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
 
 _MOST_LINES = 12
 _MOST_SLACKS = 1_000_000
-"""Nodes times lanes for which slacks are told: about a second."""
+"""Maximum nodes times lanes for which slacks are computed: about a second."""
 _SATURATED = 0.95
 """Share of the length from which on a lane is called saturated."""
 
@@ -344,7 +344,7 @@ _KINDS: dict[PieceKind, str] = {
 def _path_sentences(problem: Problem, path: CriticalPath) -> Iterator[str]:
     """Yield a summary of the path, then its runs in the order of time.
 
-    Of many runs the longest are told, and between them how much time the others take.
+    Of many runs the longest are listed, and between them the time of the others.
     """
     if not path.runs:
         return

@@ -58,7 +58,7 @@ __all__ = [
 # one direction of a PCIe group; and a link to another device on which messages queue.
 
 _DIGITS = 9
-"""Of shares that are told apart: sums of the same durations in another order differ by rounding."""
+"""Digits of shares that count: sums of the same durations in another order differ by rounding."""
 
 _DIRECTIONS: dict[ActionType, Literal["d2h", "h2d"]] = {
     ActionType.OFFLOAD: "d2h",
@@ -677,7 +677,7 @@ class _PathGraph:
         return producer, link.latency_ms
 
     def _take_turns(self, programs: Programs, run: Simulation) -> None:
-        """On each lane, and on links that queue, one thing at a time, as it was."""
+        """Add the order of this run on each lane, and on links that queue."""
         queues: dict[object, list[tuple[float, float, int, int, Action]]] = defaultdict(list)
         for device, (program, row) in enumerate(zip(programs, run.times, strict=True)):
             for position, (action, at) in enumerate(zip(program, row, strict=True)):

@@ -55,7 +55,7 @@ Topic = Literal[
 
 
 class IdleCause(StrEnum):
-    """Why a compute lane stood idle; `optpipe.explain.reasons` says what is counted as what."""
+    """Why a compute lane was idle; `optpipe.explain.reasons` defines the causes."""
 
     WARM_UP = "warm-up"
     FORWARD = "forward from upstream"

@@ -92,7 +92,7 @@ def as_it_is(problem: Problem, programs: Programs) -> WhatIfQuestion:
 def questions(
     problem: Problem, programs: Programs, *, max_cells: int = MAX_CELLS
 ) -> Iterator[WhatIfQuestion | Unasked]:
-    """Yield what can be asked of a problem, starting from legal programs for it.
+    """Yield the questions about a problem, starting from legal programs for it.
 
     * ``max_cells``: stages x micro-batches that a changed problem may have.
     """

@@ -1,7 +1,7 @@
 """Documents of problems: read v1 and v2 into the fields of a problem, and write these.
 
 A stage of v2 has a list of costs, and a cost a menu of modes. A stage of v1 has both in its own
-fields. Nothing else knows which of the two a document is.
+fields. No other module depends on a document's version.
 """
 
 from __future__ import annotations

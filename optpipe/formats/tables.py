@@ -179,7 +179,7 @@ def _value(cell: str) -> Any:
 
 
 class TableColumn(NamedTuple):
-    """One column for people: its name, a cell per row, and what its numbers are in."""
+    """One column of a Markdown table: its name, a cell per row, and the unit of its numbers."""
 
     name: str
     cells: tuple[str, ...]
@@ -202,7 +202,7 @@ def _plain(cell: str) -> str:
 
 
 def sweep_columns(rows: Sequence[SweepRow]) -> list[TableColumn]:
-    """Return the columns for people: the axes (or the names), then what was found."""
+    """Return the columns of a Markdown table: the axes (or the names), then the results."""
     found = [_axis_column(rows, name) for name in _axes_of(rows)] or [
         TableColumn("problem", tuple(row["name"] or f"#{row['index']}" for row in rows))
     ]
@@ -263,7 +263,7 @@ def is_present(row: Mapping[str, Any]) -> bool:
 def comparison_columns(rows: Rows) -> list[TableColumn]:
     """Return the columns that these rows fill, all but the remark.
 
-    The placement is left out where all are as given, tokens/s and MFU where nobody told them.
+    The placement is left out if all are as given, tokens/s and MFU if they are not known.
     """
     found = [TableColumn("method", tuple(row["method"] for row in rows))]
     if any(row["placement"] != _AS_GIVEN for row in rows):

@@ -56,7 +56,8 @@ def read_kineto(
     gpu_time
         Time of a range on a GPU: see `GpuTime`.
     process
-        Only processes whose name contains it are read: a file may hold a plan beside the run.
+        Only processes whose name contains it are read: a file may hold a plan in addition to the
+        run.
 
     Raises
     ------
@@ -533,7 +534,7 @@ _FIELDS = {"send": ("Dst Rank", "In msg nelems"), "recv": ("Src Rank", "Out msg 
 
 
 _Route = tuple[int, int, int]
-"""From which rank to which, and bytes."""
+"""The sending rank, the receiving rank, and bytes."""
 
 
 def _read_messages(

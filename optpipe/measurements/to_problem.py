@@ -60,7 +60,7 @@ MeasuredAction = Literal["F", "I", "W", "B", "RECOMPUTE"]
 """The actions that have a duration of their own."""
 
 MOST_STAGES = 65_536
-"""As many as a problem may have; a number beyond is no stage, and nothing is made as long as it."""
+"""Maximum of a problem; larger numbers are not stages, and no list is made that long."""
 
 _StageIndex = Annotated[Index, Field(lt=MOST_STAGES)]
 _DeviceIndex = Annotated[Index, Field(lt=4096)]
@@ -189,11 +189,11 @@ class Given(FrozenValue):
 # --- Medians and spread of repeated measurements.
 
 _DIGITS = 6
-"""Times are kept to the nanosecond: no clock used here tells more."""
+"""Times are kept to the nanosecond: no clock used here is more precise."""
 
 
 class TimeSpread(NamedTuple):
-    """How repeated times of one action are distributed, in ms.
+    """The distribution of repeated times of one action, in ms.
 
     ``mad_ms`` is the median distance from the median, which a few outliers do not move.
     """
@@ -440,9 +440,9 @@ class Measurements(FrozenValue):
     Parameters
     ----------
     source
-        What was read or run, for people: "2 Kineto traces", say. It becomes the problem's name.
+        The source of the data in words, e.g. "2 Kineto traces". It becomes the problem's name.
     num_microbatches
-        Of the run, where it says so.
+        Of the run, if it is known.
     samples
         Runs of actions, in any order.
     placement

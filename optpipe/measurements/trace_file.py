@@ -78,7 +78,7 @@ class TraceEvent(NamedTuple):
 
     @property
     def end_us(self) -> float:
-        """When it ended."""
+        """The time when it ended."""
         return self.start_us + self.duration_us
 
 

@@ -66,7 +66,7 @@ class ErrorClass:
 
 
 class PairErrors(NamedTuple):
-    """How alike the errors of two runs of one model on one GPU are, of so many pairs."""
+    """The similarity of the errors of two runs of one model on one GPU, and the number of pairs."""
 
     num_pairs: int
     correlation: float
@@ -172,7 +172,7 @@ class Accuracy:
 
     @property
     def num_rows(self) -> int:
-        """How many published runs the class has."""
+        """The number of published runs of the class."""
         return self.error.num_rows
 
     @property

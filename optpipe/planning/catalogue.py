@@ -216,7 +216,7 @@ class _Config:
         self._data.setdefault(name, value)
 
     def check_rest(self) -> None:
-        """Refuse what nobody read: unknown fields, and known ones with values not understood."""
+        """Refuse fields that were not read: unknown fields, and known ones with unknown values."""
         for name in sorted(set(self._data) - self._read - _NEUTRAL):
             value = self._data[name]
             if name == "layer_types" and isinstance(value, list):

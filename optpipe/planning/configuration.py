@@ -156,9 +156,9 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     Parameters
     ----------
     configuration
-        Its hosts are as few as take its accelerators, as many on each. Several are told apart by
-        ``NODE_RANK``, 0 for the host of pipeline rank 0, and meet at ``MASTER_ADDR``; where kinds
-        fill them unequally, ``LOCAL_GPUS`` says how many each has.
+        The command uses the minimum number of hosts for its accelerators, with as many on each.
+        ``NODE_RANK`` is the index of a host, 0 for that of pipeline rank 0. Hosts meet at
+        ``MASTER_ADDR``. If kinds fill hosts unequally, ``LOCAL_GPUS`` is the number of each.
     framework
         ``megatron``: Megatron-LM's ``pretrain_gpt.py`` with the arguments, or a Megatron-Bridge
         recipe with the YAML; ``torchtitan``: its trainer with the config; ``any``,

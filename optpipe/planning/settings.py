@@ -34,7 +34,7 @@ class FrameworkSettings:
     is_arguments
         Whether they were arguments, whose absence means the program's default.
     twice
-        Second values of names; they are refused where one is asked for.
+        Second values of names; reading such a name is refused.
     """
 
     words_of: Mapping[str, list[str]]

@@ -266,7 +266,7 @@ class TracedModel(FileValue):
     ranks
         Costs by degree of tensor parallelism, each degree once, in ascending order.
     refused
-        Degrees that were asked for and cannot be traced.
+        Requested degrees that cannot be traced.
     num_experts, active_experts
         Routed experts of a layer that has some, and how many of them a token goes through; 0 = the
         model has none.

@@ -1,8 +1,8 @@
-"""Schedules and frontiers to zoom into, in a browser: ``pip install 'optpipe[plot]'``.
+"""Interactive charts of schedules and frontiers in a browser: ``pip install 'optpipe[plot]'``.
 
 A chart is a bokeh layout. `chart_item` turns it into JSON for a page that has BokehJS already (the
-service's), `chart_html` into one file that needs nothing else. Neither asks the network for
-anything. This module needs bokeh: call `optpipe.plot.scene.require_drawing` before.
+service's), `chart_html` into one file that needs nothing else. Neither uses the network. This
+module needs bokeh: call `optpipe.plot.scene.require_drawing` before.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ _SHORTEST_SHARE = 1e-3
 _LABEL_COLOUR = "#14181c"
 
 MOST_AT_ONCE = 12_000
-"""Of more bars, a frame that moves has every tenth, and a script keeps to those near the frame."""
+"""With more bars, a moving frame draws every tenth, and a script only those near the frame."""
 
 _LABEL_COLUMNS = ("x", "y", "text")
 _PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *_LABEL_COLUMNS)
@@ -134,7 +134,7 @@ def left_border(names: list[str]) -> int:
 
 
 def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
-    """Return a row per bar, in types that are small and exact enough to draw and to tell."""
+    """Return a row per bar, in types that are small and exact enough to draw and to describe."""
     lanes = np.array(places(has_sides=has_sides))[bars.lane]
     middle = bars.device[:, np.newaxis]
     time = _time_type(bars)

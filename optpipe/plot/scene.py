@@ -1,7 +1,7 @@
 """A schedule as columns of numbers: one bar per action, one memory curve per device.
 
-Shared by the image files and the interactive chart; knows nothing of colours, pixels or libraries
-that draw. A hundred thousand actions are nine arrays, not a hundred thousand objects.
+The image files and the interactive chart share it. It does not depend on colours, pixels or drawing
+libraries. A hundred thousand actions are nine arrays, not a hundred thousand objects.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def curve_of(points: Sequence[tuple[float, int]]) -> Curve:
 def _held_around(
     problem: Problem, device: int, programs: Programs, intervals: Sequence[Interval], curve: Curve
 ) -> NDArray[np.int64]:
-    """Return bytes before and after each interval: by the walk; a reduction's by the clock."""
+    """Return bytes before and after each interval: of `memory_walk`, or by time for a reduction."""
     program = programs[device]
     steps = memory_walk(problem, device, program)
     pairs = [
@@ -525,9 +525,9 @@ def shares_of(
 
 
 # --- The hues of actions, in every picture.
-# Two shades each, for even and odd micro-batches. Those that meet on one lane stay apart for people
-# with each kind of colour blindness (simulated after Machado, Oliveira and Fernandes 2009), compute
-# bears black text, and all show on a light and on a dark page.
+# Two shades each, for even and odd micro-batches. Colours of one lane differ for people with each
+# kind of colour blindness (simulated after Machado, Oliveira and Fernandes 2009). Black text is
+# readable on compute, and all colours are visible on a light and on a dark page.
 
 COLOURS: Mapping[ActionType, tuple[str, str]] = {
     ActionType.FORWARD: ("#85c8f5", "#6cb6ea"),
@@ -647,9 +647,9 @@ def headline(problem: Problem, drawing: Drawing, bound_ms: float | None) -> str:
     return ", ".join(facts)
 
 
-# --- What methods are called in pictures and on the page; files and the command line keep their
-# ids. The names are those of the papers. Every family of `optpipe_solver.families` has one here:
-# who draws a schedule of a file knows no solver.
+# --- The names of methods in pictures and on the page; files and the command line keep their ids.
+# The names are those of the papers. Every family of `optpipe_solver.families` has a name here, so
+# that drawing a schedule of a file needs no solver.
 
 TITLES: Mapping[str, str] = {
     "serial": "Serial",

@@ -332,7 +332,7 @@ def short_order(letters: str) -> str:
     return " ".join(parts)
 
 
-# --- From intervals in ms to columns of characters; knows nothing of colours or terminals.
+# --- From intervals in ms to columns of characters, independent of colours and terminals.
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ _HOMES = {
     "measure": "measuring",
     "modes": "treatments",
 }
-"""In which module below this one a name is."""
+"""The submodule of each name."""
 
 
 def __getattr__(name: str) -> Any:

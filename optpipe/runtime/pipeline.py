@@ -71,7 +71,7 @@ class PipelineSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """How many parts a batch is cut into."""
+        """The number of parts that a batch is cut into."""
         return preflight.num_microbatches_of(self.schedule)
 
     @property

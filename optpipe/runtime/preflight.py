@@ -671,7 +671,7 @@ def probe_pipeline(
 
 
 Dependencies = list[list[bool]]
-"""Of each output of a stage, whether it depends on each input."""
+"""For each output of a stage, whether it depends on each input."""
 
 
 def _probe_stage(

@@ -319,7 +319,7 @@ def _read(
 
 
 class _TimedCopies:
-    """Copy lanes that tell a timer when copies end."""
+    """Copy lanes that notify a timer when copies end."""
 
     def __init__(self, copies: Copies, timer: ActionTimer) -> None:
         self._copies = copies

@@ -565,7 +565,7 @@ def group_size(group: Any) -> int:
 
 
 def join_fake_ranks(count: int) -> None:
-    """Be the first of so many ranks that are not there: collectives move nothing."""
+    """Join a fake group of ``count`` ranks as its only real one; collectives move nothing."""
     # Few need this module, which is slow to import.
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 

@@ -113,7 +113,7 @@ def _message_ms(
 
 @contextmanager
 def use_fake_ranks(count: int) -> Iterator[None]:
-    """Be the first of so many ranks inside the context; the others are not there.
+    """Make this process the first of ``count`` ranks inside the context; the others do not exist.
 
     Stages that share their tensors with these ranks (``parallelize_module``, ``fully_shard``) are
     traced as this rank's part. They must be made on "meta".

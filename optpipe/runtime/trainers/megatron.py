@@ -519,7 +519,7 @@ class _Batch:
 
 
 class _Items:
-    """An iterator's items by micro-batch, whatever the order in which a program asks for them."""
+    """An iterator's items by micro-batch, for any order in which a program needs them."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
