@@ -81,7 +81,7 @@ def verify(problem: Problem, schedule: Schedule) -> None:
     """Accept a legal schedule of this very problem whose numbers are those of its programs.
 
     A bound cannot be proven again from the schedule alone; it is only held against the objective.
-    Raises `ScheduleMismatchError` if it was made for another problem, or says numbers that its
+    Raises `ScheduleMismatchError` if it was made for another problem, or has numbers that its
     programs do not have. Raises `IllegalScheduleError` if its programs break a rule.
     """
     check_schedule(problem, schedule)

@@ -644,7 +644,7 @@ class Problem(FileValue):
 
     @property
     def is_even(self) -> bool:
-        """Whether micro-batches are equal, and nothing says in which order they come."""
+        """Whether micro-batches are equal and their order is free."""
         return not self.microbatches and self.order == "free"
 
     @property
@@ -775,7 +775,7 @@ class Problem(FileValue):
 
     @property
     def has_modes(self) -> bool:
-        """Whether any stage has a menu that v1 cannot say, or must use one mode for all."""
+        """Whether any stage has a menu that v1 cannot express, or must use one mode for all."""
         stages = chain.from_iterable(self.stages_by_cost)
         return any(stage.uniform_modes or stage.modes for stage in stages)
 
@@ -801,7 +801,7 @@ class Problem(FileValue):
         return any(mode.recompute for menu in menus for mode in menu)
 
     def can_offload(self, stage: int) -> bool:
-        """Whether the activations of this stage may go to the host, in a menu that v1 can say."""
+        """Whether the stage's activations may go to the host, in a menu that v1 can express."""
         return self.can_move(self.stages[stage])
 
     def can_move(self, stage: Stage) -> bool:
@@ -809,7 +809,7 @@ class Problem(FileValue):
         return stage.offload_bytes > 0 and self.devices[stage.device].can_offload
 
     def offload_ms(self, stage: int, num_bytes: int | None = None) -> float:
-        """Duration in ms of one OFFLOAD of this stage, of ``offload_bytes`` where not said.
+        """Duration in ms of one OFFLOAD of this stage, of ``offload_bytes`` by default.
 
         The stage's device must have bandwidths (`can_offload`, `can_use`).
         """

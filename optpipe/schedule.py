@@ -1,7 +1,7 @@
 """The schedule: one program per device, and what is known about it (``optpipe/schedule/v1``).
 
-A `Schedule` is a record: whether its programs are legal is `optpipe.check`'s to say, what they
-cost `optpipe.simulate`'s. `optpipe.evaluate.evaluate` makes a schedule whose numbers are true.
+A `Schedule` is a record and checks nothing. `optpipe.check` checks whether its programs are legal,
+and `optpipe.simulate` computes their costs. `optpipe.evaluate.evaluate` makes a schedule by both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Variations of a problem along axes: less memory, more micro-batches, a slower bus.
 
-An axis is a name and its values; a sweep is every combination of one value of each. Named axes
-change what belongs together, so that a sweep stays meaningful; a path such as
-``devices[*].memory_bytes`` or ``stages[3].forward_ms`` sets one field as it is.
+An axis is a name and its values; a sweep is every combination of one value of each. A named axis
+changes all fields that belong together, so that a sweep stays meaningful. A path such as
+``devices[*].memory_bytes`` or ``stages[3].forward_ms`` sets that field alone.
 """
 
 from __future__ import annotations

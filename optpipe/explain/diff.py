@@ -238,7 +238,7 @@ def num_moved(before: Sequence[Action], after: Sequence[Action]) -> int:
     return len(place) - len(tails)
 
 
-# --- What changed between two problems, field by field, and what it costs at least.
+# --- The changes between two problems, field by field, and their minimum cost.
 
 _INDEX = re.compile(r"\[(\d+)\]")
 _KEYS = {"links": ("from", "to"), "hosts": ("name",)}
@@ -364,7 +364,7 @@ def schedule_costs(problem: Problem, before: Programs, after: Programs) -> tuple
 
 
 def record_costs(before: Schedule | None, after: Schedule | None) -> tuple[Cost, ...]:
-    """Return what two schedules say of themselves; nothing where neither says anything."""
+    """Return the costs recorded in two schedules, without those that neither has."""
     return _joined(_said(before), _said(after))
 
 

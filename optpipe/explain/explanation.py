@@ -1,4 +1,4 @@
-"""``explain``: what limits a schedule, in numbers and in words that say what the numbers say."""
+"""``explain``: the limits of a schedule, in numbers and in sentences made of these numbers."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class WhatIfAnswer:
     * ``before_ms``, ``num_before``: the length without the change, and its number of micro-batches.
     * ``after_ms``, ``num_after``: the same of the best schedule that was found for the changed
       problem.
-    * ``bound_ms``: what every schedule of the changed problem takes at least; None = nothing
+    * ``bound_ms``: proven minimum length of schedules of the changed problem; None = nothing
       proven.
     * ``is_never_worse``: whether ``after_ms <= before_ms`` (per micro-batch) is a theorem: see
       `optpipe.explain.what_if`.

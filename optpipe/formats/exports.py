@@ -505,7 +505,7 @@ def load_csv(text: str) -> Programs:
     Raises
     ------
     ScheduleFormatError
-        If a cell is not exactly one action; says row and column.
+        If a cell is not exactly one action; with row and column.
     """
     programs = []
     try:
@@ -566,7 +566,7 @@ def megatron_layout(problem: Problem) -> str:
     Raises
     ------
     InputError
-        If a stage does not say its layers, or Megatron-Core cannot place them so.
+        If a stage has no ``layers``, or Megatron-Core cannot place them so.
     """
     p, count = len(problem.devices), len(problem.stages)
     if problem.placement != tuple(stage % p for stage in range(count)) or count % p:

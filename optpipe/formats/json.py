@@ -1,4 +1,4 @@
-"""JSON of problems, models and schedules, read strictly: no NaN, no key twice; errors say where."""
+"""JSON of problems, models and schedules, read strictly: no NaN, no key twice, paths in errors."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _field(name: str, cell: str) -> Any:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value so that `_value` finds it again: a text as it is, where that is no JSON."""
+    """Return a value so that `_value` can read it: a text unchanged if it is no JSON."""
     is_plain = isinstance(value, str) and value.isprintable() and value and _value(value) == value
     return value if is_plain else json.dumps(value)
 

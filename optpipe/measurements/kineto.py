@@ -41,7 +41,7 @@ def read_kineto(
     gpu_time: GpuTime = "span",
     process: str = "",
 ) -> Measurements:
-    """Return what the traces of the ranks of one run say.
+    """Return the measurements in the traces of the ranks of one run.
 
     Ranks with the same stages are replicas: they count as one device, with the samples of all.
     Devices are numbered in the order of their first ranks.
@@ -567,7 +567,7 @@ def _read_messages(
 
 
 def _sent_bytes(process: Process, event: TraceEvent) -> int:
-    """Return the bytes that were sent while a range was open, 0 where the trace does not say."""
+    """Return the bytes that were sent while a range was open, 0 if the trace lacks them."""
     first = bisect_left(process.messages, event.start_us, key=attrgetter("start_us"))
     last = bisect_right(process.messages, event.end_us, key=attrgetter("start_us"))
     noted = process.messages[first:last]

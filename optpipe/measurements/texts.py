@@ -232,7 +232,7 @@ class _Layout(NamedTuple):
 
 
 def read_megatron(text: str, run: MegatronRun | None = None) -> Measurements:
-    """Return what a Megatron-LM log says.
+    """Return the measurements in a Megatron-LM log.
 
     Samples are one per stage, timer and logging interval (and rank, with ``--timing-log-option
     all``); their step counts the intervals.
@@ -247,7 +247,7 @@ def read_megatron(text: str, run: MegatronRun | None = None) -> Measurements:
     Raises
     ------
     MeasurementError
-        If there are no compute timers, or the log does not say whose they are.
+        If there are no compute timers, or the log does not name their ranks.
     """
     run = run or MegatronRun()
     log = _parse_log(text)

@@ -147,7 +147,7 @@ class DeviceFacts(_PartlyKnown):
     host: Name | None = None
 
 
-# --- What people say of a run: it counts before what was measured.
+# --- The facts that the user gives: they take precedence over measured ones.
 
 
 class Given(FrozenValue):
@@ -481,7 +481,7 @@ class Measurements(FrozenValue):
 
     @property
     def seen_microbatches(self) -> int | None:
-        """One more than the largest micro-batch seen, or None where samples do not say theirs."""
+        """One more than the largest micro-batch seen, or None if samples do not have one."""
         known = [one.microbatch for one in self.samples if one.microbatch is not None]
         return 1 + max(known) if known else None
 
@@ -580,13 +580,13 @@ def _warmup(steps: list[int], num_steps: int | None, rank: int | None) -> list[i
     return steps[:num_steps]
 
 
-# --- The problem that measurements describe, with what people say where nothing was measured.
+# --- The problem that measurements describe, with the user's facts if nothing was measured.
 
 _NAME_CHARS = 200
 
 
 class BuiltProblem(NamedTuple):
-    """A problem, and sentences that say what in it is not measured."""
+    """A problem, and sentences about its values that were not measured."""
 
     problem: Problem
     notes: tuple[str, ...]
@@ -749,7 +749,7 @@ def _hidden_ms(pair: LicensedPair, times: Sequence[_StageTimes]) -> float:
 
 
 class _StageTimes(NamedTuple):
-    """Durations in ms; ``note`` says what was assumed of the stage, or is empty."""
+    """Durations in ms; ``note`` lists the assumptions about the stage, or is empty."""
 
     forward_ms: float
     backward_input_ms: float

@@ -1,7 +1,7 @@
 """Chrome traces as the PyTorch profiler (Kineto) writes them, and the pipeline's ranges in them.
 
-The JSON Object Format of the Trace Event Format, or a bare list of events. Times there are
-microseconds. Of a trace's events, complete ones (``X``) count; Kineto's categories tell them apart.
+A file has the JSON Object Format of the Trace Event Format, or is a bare list of events. Its times
+are microseconds. Only complete events (``X``) count; their kinds are Kineto's categories.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class _RangePattern(NamedTuple):
 
 
 def _match(patterns: Sequence[_RangePattern], name: str) -> _TracedAction | None:
-    """Return what the first pattern that matches a name says, or None."""
+    """Return the action by the first pattern that matches a name, or None."""
     if _OVERLAPPED.fullmatch(name):
         raise MeasurementError(
             f"range {name!r} is an overlapped forward-backward pair, whose two times cannot "

@@ -160,7 +160,7 @@ class _Config:
         return value
 
     def windows(self, window: str, pattern: int | None = None) -> dict[str, int]:
-        """Return the fields of a shape that say how far which layer's attention looks.
+        """Return the fields of a shape for the attention window of each layer.
 
         From the list of layers' types; or ``pattern``, every so many layers a full one.
         """
@@ -183,7 +183,7 @@ class _Config:
         return {"window": self.number(window, least=0) if every > 1 else 0, "full_every": every}
 
     def renamed(self, old: str, new: str) -> None:
-        """Read a field under the name that early files give it; both must say the same."""
+        """Read a field under its name in early files; values of both names must be equal."""
         if not self.given(old):
             return
         if self._data.get(new) not in (None, self._data[old]):

@@ -1,4 +1,4 @@
-"""A whole configuration: model, accelerator, degrees, the pipeline's cut; what trains by it."""
+"""A whole configuration (model, accelerator, degrees, the pipeline's cut), and its commands."""
 
 from __future__ import annotations
 

@@ -641,7 +641,7 @@ def _layer_work(
 
 
 def _weight_work(training: Training, parts: Iterable[LayerPart], parameters: int) -> PassCost:
-    """Return the work of W, which adds to the gradients of so many parameters."""
+    """Return the work of W, which adds to the gradients of some number of parameters."""
     trained = [part for part in parts if not part.is_frozen]
     matmul, narrow = _products(training, trained)
     return PassCost(

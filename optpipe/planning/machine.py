@@ -576,7 +576,7 @@ class Machine(NamedTuple):
         return found
 
     def _link_ms(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """Return the time to send so many bytes to neighbours of a group, the slowest link's."""
+        """Return the time to send bytes to neighbours of a group, over the slowest link."""
         return self._rate_ms(num_bytes, inside=ranks * stride <= self.hardware.gpus_per_node)
 
     def _rate_ms(self, num_bytes: float, *, inside: bool) -> float:
@@ -604,5 +604,5 @@ class Machine(NamedTuple):
 
 
 def _different(places: int, draws: int) -> float:
-    """Return how many of so many places are hit on the average by independent draws."""
+    """Return the expected number of different places that independent draws hit."""
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)

@@ -862,7 +862,7 @@ class Training:
             )
 
     def _check_traced(self, trace: TracedModel, name: str) -> None:
-        """Refuse what a trace says nothing about; ``name`` is the model's."""
+        """Refuse settings that a trace does not cover; ``name`` is the model's."""
         rank = trace.rank(self.tp)
         for is_other, field, value, text in (
             *self._untraced_work(trace),

@@ -114,7 +114,7 @@ class LinearBytes(FrozenValue):
         return self
 
     def at(self, sequences: int) -> int:
-        """Return the bytes of a micro-batch of so many sequences."""
+        """Return the bytes of a micro-batch, by its number of sequences."""
         return self.fixed_bytes + sequences * self.each_bytes
 
 
@@ -346,7 +346,7 @@ class TracedModel(FileValue):
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that the document says."""
+        """A hash of the document's contents."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def __hash__(self) -> int:

@@ -1,7 +1,7 @@
 """The costs of layers from a trace instead of formulas, in a training's micro-batch and degrees.
 
 `optpipe.planning.costs` calls these functions for a shape with a trace.
-`optpipe.planning.shape.Training.check_divides` refuses what a trace does not say.
+`optpipe.planning.shape.Training.check_divides` refuses what a trace does not cover.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Gantt chart of one schedule: one glyph call for all bars, one for the path on top."""
+"""The Gantt chart of one schedule, with one glyph call for all bars and one for the path on top."""
 
 from __future__ import annotations
 

@@ -627,10 +627,10 @@ def length_of(problem: Problem, drawing: Drawing) -> float:
 
 
 def headline(problem: Problem, drawing: Drawing, bound_ms: float | None) -> str:
-    """Return makespan, span where that is the objective, bubble; bound and gap where known.
+    """Return makespan, span if it is the objective, and bubble; bound and gap if known.
 
-    The bubble is the mean over the devices, with the busiest one's where that is another number. A
-    bound of 0 is always true and says nothing.
+    The bubble is the mean over the devices, with the busiest one's if that is another number. A
+    bound of 0 is always true, so it is left out.
     """
     facts = [f"makespan {format_ms(drawing.makespan_ms)} ms"]
     length = length_of(problem, drawing)

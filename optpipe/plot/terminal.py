@@ -301,7 +301,7 @@ class _Picture:
 
 
 def _spread(count: int, at_most: int) -> list[int]:
-    """Return at most so many of 0..count-1, evenly spaced, first and last included."""
+    """Return a limited number of 0..count-1, evenly spaced, first and last included."""
     if count <= at_most:
         return list(range(count))
     if at_most == 1:

@@ -288,7 +288,7 @@ def _check_divides(what: str, size: int, count: int) -> None:
 
 
 def _cut(values: Any, what: str, count: int, spec: Any) -> list[Any]:
-    """Cut tensors along dimension 0, or as a specification says; all else goes to all whole."""
+    """Cut tensors along dimension 0, or by a specification; other values go to all unchanged."""
     layout = _laid_out(values, spec, _first, what)
     sizes = _sizes_of(layout)
     if len(sizes) > 1:

@@ -279,7 +279,7 @@ def check_reduced(stages: Mapping[int, nn.Module]) -> None:
 
 
 def check_split(program: Program, problem: Problem | None, deferred: Mapping[int, int]) -> None:
-    """Say what waits for W's; refuse those without work, unless the plan knows that they take none.
+    """Log the bytes that wait for each W; refuse a W without any, unless the plan gives it 0 ms.
 
     ``deferred`` are the bytes of weight gradient that a W makes, by stage.
     """
@@ -306,9 +306,8 @@ def num_microbatches_of(schedule: Schedule) -> int:
 
 
 # --- Checks that all ranks make together, so that a failure is a message everywhere and never a
-# hang. Every rank says what it found; every rank sees what all others found; if anything is wrong,
-# all of them raise the same text. After the first step there is no such round any more: a failure
-# is then found by `optpipe.runtime.watch`.
+# hang. All ranks exchange their findings. If anything is wrong, all of them raise the same text.
+# There is no such round after the first step: `optpipe.runtime.watch` then finds failures.
 
 
 class _Finding(NamedTuple):
@@ -610,7 +609,7 @@ def shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
 def meshes_of(
     index: int, stages: Mapping[int, nn.Module], given: DeviceMesh | None
 ) -> list[DeviceMesh]:
-    """Return where a stage's DTensors may lie: as was said, as its parameters, or as others'."""
+    """Return the meshes of a stage's DTensors: as given, of its parameters, or of others'."""
     modules = [stages[index], *(one for other, one in stages.items() if other != index)]
     parameters: Iterable[Any] = chain.from_iterable(one.parameters() for one in modules)
     found = (getattr(parameter, "device_mesh", None) for parameter in parameters)

@@ -785,7 +785,7 @@ def _ties_in(stages: Any) -> list[Tie]:
 
 
 def _is_linear(graph: fx.Graph) -> bool:
-    """Whether a traced module is a linear layer, and nothing else."""
+    """Whether a traced module is exactly a linear layer."""
     match list(graph.nodes):
         case [fx.Node(op="placeholder") as given, *own, product, fx.Node(op="output") as output]:
             names = [f"{one.op} {one.target}" for one in own]

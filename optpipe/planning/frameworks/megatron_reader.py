@@ -196,7 +196,7 @@ def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
 
 
 def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
-    """Yield what no configuration says."""
+    """Yield the settings that no configuration can express."""
     pp = said.degree("pipeline_model_parallel_size", 1)
     group = said.integer("microbatch_group_size_per_vp_stage", pp)
     yield (

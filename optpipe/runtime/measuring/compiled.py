@@ -7,8 +7,8 @@ partitioner chooses what the forward keeps. The two graphs then run operator by 
 * All other operators between products are fused. Those that depend on the same products, and read
   each other's results or the same tensor in full, are one kernel. It reads each tensor once, and
   writes what other kernels or the caller need. It computes elementwise operators again instead of
-  reading their result if what they read is no more bytes. This is a model of Inductor, whose own
-  choices are not asked.
+  reading their result if their inputs have no more bytes. This is a model of Inductor, whose own
+  choices are not used.
 * Gradients of the weights of linear layers run in W. The others, as of norms, biases and experts,
   run in I. As in `optpipe.runtime.passes`, I copies both factors of each product for W.
 """
@@ -234,7 +234,7 @@ class _Graph:
 class _BackwardGraph(_Graph):
     """Runs a backward, and returns None for the gradients that W computes.
 
-    ``deferred`` says of each of the first results whether W computes it if a product makes it.
+    ``deferred``: for each of the first results, whether W computes it if a product makes it.
     """
 
     is_backward = True

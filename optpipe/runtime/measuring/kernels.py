@@ -242,7 +242,7 @@ def register_attention() -> None:
 
 
 class _Spans:
-    """Masks of the model's making -> how many keys a query sees, while nobody has changed them."""
+    """Masks that the model made -> number of keys that a query sees; unchanged masks only."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Tensor, int | None]] = {}

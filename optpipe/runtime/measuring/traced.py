@@ -1,4 +1,4 @@
-"""A device that is not there: stages run on tensors without data, and times come from a catalogue.
+"""A simulated device: stages run on tensors without data, and times come from a catalogue.
 
 Tensors are on "meta". The clock adds up the times of operators (`operator_ms`), the meter counts
 live storages, and rates of copies and links come from the accelerator's numbers. All else is the

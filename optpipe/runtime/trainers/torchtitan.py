@@ -7,8 +7,8 @@
 
     spec = dataclasses.replace(spec, pipelining_fn=partial(pipeline_llm, schedule=schedule))
 
-torchtitan splits the model, parallelizes the parts and trains them as always; only what runs a step
-is ours. The placement is the schedule's: a loop, a V or any other.
+torchtitan splits the model, parallelizes the parts and trains them as always; only the code that
+runs a step is ours. The placement is the schedule's: a loop, a V or any other.
 """
 
 from __future__ import annotations
