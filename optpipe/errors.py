@@ -209,7 +209,7 @@ class Violation:
     """One broken rule at one cell.
 
     ``index`` is the position in the device's program; one past its end where an action is missing.
-    ``code`` is stable, ``message`` says value, rule and fix.
+    ``code`` is stable, ``message`` has value, rule and fix.
     """
 
     code: str

@@ -87,7 +87,7 @@ class FileValue(FrozenValue):
 
     @classmethod
     def parse(cls, data: Any) -> Self:
-        """Return what a JSON-like object describes.
+        """Return the value that a JSON-like object describes.
 
         Raises
         ------

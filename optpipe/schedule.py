@@ -220,7 +220,7 @@ def starts_pair(program: Sequence[Action], index: int) -> bool:
 
 
 def partner_of(program: Sequence[Action], index: int) -> Action | None:
-    """Return what runs together with the action there, None where nothing does."""
+    """Return the action that runs together with that at an index, None if none does."""
     if starts_pair(program, index):
         return program[index + 1]
     return program[index - 1] if program[index].paired else None

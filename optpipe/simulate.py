@@ -508,7 +508,7 @@ class _TransferLanes:
 
 
 def _lane_keys(problem: Problem, device: int, kind: ActionType) -> tuple[str, ...]:
-    """Return what a transfer occupies: its direction, and whatever it shares that with."""
+    """Return the lanes that a transfer occupies: its direction, and those shared with others."""
     description = problem.devices[device]
     other = ActionType.RELOAD if kind is ActionType.OFFLOAD else ActionType.OFFLOAD
     keys = [f"device {device} {kind}"]
@@ -667,7 +667,7 @@ def memory_curve(
     times: Iterable[Times],
     modes: CellModes | None = None,
 ) -> tuple[tuple[float, int], ...]:
-    """Return what a device holds from which moment on, in the form of `Timeline.memory`.
+    """Return the bytes that a device holds over time, in the form of `Timeline.memory`.
 
     The bytes are the program's under all times; ``times`` of its actions may be measured ones.
     """

@@ -166,7 +166,7 @@ class StageLayers(FrozenValue):
         return self.embedding + self.transformer + self.head + self.mtp
 
     def plus(self, other: StageLayers) -> StageLayers:
-        """Return what two stages hold together."""
+        """Return the layers of two stages together."""
         return StageLayers(
             embedding=self.embedding + other.embedding,
             transformer=self.transformer + other.transformer,
@@ -368,9 +368,9 @@ class Stage(FrozenValue):
         return build({name: getattr(given, name) for name in cls.model_fields} | menu)
 
     def settled_menu(self) -> dict[str, Any]:
-        """Return the fields that say the menu, filled in, as v1 says it where it can.
+        """Return the fields of the menu, filled in, in the form of v1 if that can express it.
 
-        Empty where the fields of v1 say it already. Raises ValueError, with rule and fix.
+        Empty if the fields of v1 define it already. Raises ValueError, with rule and fix.
         """
         if self.offload_bytes > self.activation_bytes:
             raise rule_broken(
@@ -433,7 +433,7 @@ class Stage(FrozenValue):
         return mode.model_copy(update=filled)
 
     def _as_v1(self, modes: tuple[Mode, ...]) -> dict[str, Any] | None:
-        """Return the fields of v1 that say a menu, None where v1 cannot.
+        """Return the fields of v1 for a menu, None if v1 cannot express it.
 
         v1 has no names: a mode called otherwise may mean a part of what v1's would, of some groups.
         """

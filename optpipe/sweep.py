@@ -212,7 +212,7 @@ def _set_placement(document: Document, value: Any) -> None:
 
 
 def _set_path(path: str) -> Callable[[Document, Any], None]:
-    """Return what sets a field by its path; ``[*]`` means every item."""
+    """Return a function that sets a field by its path; ``[*]`` means every item."""
 
     def apply(document: Document, value: Any) -> None:
         *steps, (last, index) = _steps(path)
@@ -268,7 +268,7 @@ AXES: dict[str, Callable[[Document, Any], None]] = {
     "offload": _set_offload,
     "recompute": _set_recompute,
 }
-"""Named axes: factors on what the problem says (``_scale``), or values of their own."""
+"""Named axes: factors on the problem's values (``_scale``), or values of their own."""
 
 
 # --- The frontier of memory: the best objective found, and the bound, over the memory limit.
@@ -342,7 +342,7 @@ def memory_of(problem: Problem) -> tuple[int, ...]:
 
 
 def family_of(problem: Problem) -> str:
-    """Return what is equal for problems that differ in names and the memory of devices alone."""
+    """Return a key that is equal for problems that differ only in names and device memory."""
     data = problem.model_dump(mode="json", by_alias=True, exclude={"name"})
     for device in data["devices"]:
         del device["memory_bytes"], device["name"]
@@ -351,7 +351,7 @@ def family_of(problem: Problem) -> str:
 
 
 def label_of(values: Mapping[str, Any], name: str) -> str:
-    """Return what distinguishes a line from others: the values on all axes but memory's.
+    """Return a text that distinguishes a line: the values on all axes but memory's.
 
     Without axes it is the problem's name; where memory is the only axis, there is but one line.
     """

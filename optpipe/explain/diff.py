@@ -120,7 +120,7 @@ class ScheduleDifference(ShortRepr, FrozenValue):
 def compare_programs(
     before: Programs, after: Programs, costs: Iterable[Cost] = ()
 ) -> ScheduleDifference:
-    """Return what changed from one set of programs to another.
+    """Return the changes from one set of programs to another.
 
     They need not be legal, nor be for the same problem: stages are compared by their numbers,
     programs by their devices'.
@@ -191,7 +191,7 @@ def _mode_changes(
     before: Mapping[tuple[int, int], str],
     after: Mapping[tuple[int, int], str],
 ) -> tuple[ModeChange, ...]:
-    """Return what became of the pairs that both have, gathered by stage and change."""
+    """Return the changes of the pairs that both have, grouped by stage and change."""
     changed: dict[tuple[int, str, str], list[int]] = defaultdict(list)
     for stage, microbatch in sorted(before.keys() & after.keys()):
         old, new = before[stage, microbatch], after[stage, microbatch]
@@ -276,7 +276,7 @@ class ProblemDifference(ShortRepr, FrozenValue):
 def compare_problems(
     before: Problem, after: Problem, costs: Iterable[Cost] = ()
 ) -> ProblemDifference:
-    """Return what changed from one problem to another.
+    """Return the changes from one problem to another.
 
     Devices and stages are compared by number, hosts by name, links by the pair they connect. The
     name of the problem, which is not in its hash, is not looked at.
@@ -331,7 +331,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _gathered(changes: Iterable[FieldChange]) -> Iterator[FieldChange]:
-    """Put changes together that are the same but for the number of the device or stage."""
+    """Group changes that are the same except for the number of the device or stage."""
     alike: dict[tuple[str, str], list[FieldChange]] = defaultdict(list)
     for change in changes:
         values = json.dumps([change.before, change.after])

@@ -51,11 +51,11 @@ def explain(
     bound_ms: float | None = None,
     run: Simulation | None = None,
 ) -> Explanation:
-    """Return what limits a schedule.
+    """Return the limits of a schedule.
 
     * ``problem``, ``programs``: legal programs (see `optpipe.check.check`) of this problem.
     * ``bound_ms``: proven lower bound of the objective, where one is known.
-    * ``run``: what `simulate` says of the programs, from a caller who has it.
+    * ``run``: the result of `simulate` for the programs, if the caller has it.
 
     Raises `IllegalScheduleError` if the programs get stuck.
     """
@@ -479,7 +479,7 @@ def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
 
 
 def _effort(problem: Problem, relief: StageRelief) -> str:
-    """Return what a mode costs: ms on the transfer lanes, ms of recomputation."""
+    """Return the costs of a mode: ms on the transfer lanes, ms of recomputation."""
     s, named = relief.stage, relief.mode or relief.kind
     menus = (menu[s] for menu in problem.menus_by_cost)
     mode = next(mode for menu in menus for mode in menu if mode.name == named)
@@ -556,7 +556,7 @@ def _device_names(problem: Problem, devices: Sequence[int]) -> str:
 
 
 def _device_name(problem: Problem, device: int) -> str:
-    """Return what people call a device."""
+    """Return the name of a device in sentences."""
     return problem.devices[device].name
 
 

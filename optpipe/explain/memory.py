@@ -60,7 +60,7 @@ class _Relief(NamedTuple):
 def stage_reliefs(
     problem: Problem, programs: Programs, peaks: Peaks | None = None
 ) -> tuple[StageRelief, ...]:
-    """Return what every stage does not keep, in the order of stages.
+    """Return the cells that each stage does not keep, in the order of stages.
 
     Each is judged against the memory of its device alone:
 

@@ -739,7 +739,7 @@ class _PathGraph:
     def _own(
         self, key: Hashable, factors: NDArray[np.float64], column: dict[OccupiedLane, int]
     ) -> NDArray[np.float64]:
-        """Return what a node adds to its start, and how it grows."""
+        """Return the time that a node adds to its start, and how it grows."""
         lanes, ms, _ = self._nodes[key]
         own = np.array([np.full(len(factors), ms), np.zeros(len(factors))])
         for lane in lanes if ms > 0 else ():

@@ -74,12 +74,12 @@ class Unasked:
         return f"{self.text}: {self.reason}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can say."""
+        """Return the values as plain JSON data."""
         return {"name": self.name, "question": self.text, "reason": self.reason}
 
 
 def as_it_is(problem: Problem, programs: Programs) -> WhatIfQuestion:
-    """Return the question that changes nothing: what a second search finds anyway."""
+    """Return the question that changes nothing: the gain of a second search alone."""
     return WhatIfQuestion(
         name=AS_IT_IS,
         text="no change, searched again",
@@ -258,7 +258,7 @@ class WhatIfAnswer:
         return f"no schedule gains more than {format_share(self.most_gain)} (proven)"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can say."""
+        """Return the values as plain JSON data."""
         return {
             "name": self.name,
             "question": self.text,

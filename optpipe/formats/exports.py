@@ -278,7 +278,7 @@ def _row(node: _Node) -> str:
 
 
 def _flags(problem: Problem) -> str:
-    """Return what makes the runtime place chunks as the problem does."""
+    """Return the flags that make the runtime place chunks as the problem does."""
     chunks = len(problem.stages) // len(problem.devices)
     if chunks == 1:
         return "--enable-zero-bubble"
@@ -611,7 +611,7 @@ _MOST_LETTERS = 100_000
 
 
 def read_layout(text: str) -> tuple[StageLayers, ...]:
-    """Return what the stages of such a text hold; commas mean nothing.
+    """Return the layers of the stages of such a text; commas mean nothing.
 
     Raises
     ------
@@ -815,7 +815,7 @@ def _counter(row: _TraceProcess, memory: Sequence[tuple[float, int]]) -> Iterato
 
 
 def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield what queues on links: their names, and each message while it occupies one."""
+    """Yield the queues of links: their names, and each message while it occupies one."""
     first = len(problem.devices)
     for index in sorted({message.link for message in timeline.messages}):
         link = problem.links[index]

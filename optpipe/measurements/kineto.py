@@ -292,7 +292,7 @@ def _kernels_inside(process: Process, event: TraceEvent, stream: object) -> list
 def _lanes_ms(
     span: _Interval, exchanges: Iterable[_Interval], computed: Iterable[_Interval]
 ) -> tuple[float, ...]:
-    """Return what a span computes and exchanges in turn, in ms; empty if it exchanges nothing.
+    """Return the alternating times of compute and exchange in a span; empty without exchanges.
 
     It exchanges while an exchange runs and no other kernel of the compute stream does; all the
     rest of it computes, waits between kernels too.
@@ -396,7 +396,7 @@ class _LargestSeen:
 def _read_memory(
     traces: Sequence[RankTrace], device_of: Mapping[int, int]
 ) -> tuple[dict[int, dict[str, int]], list[str]]:
-    """Return what the ranges of each stage left allocated, freed and needed in between, and notes.
+    """Return the bytes that the ranges of each stage allocated, freed and needed, and notes.
 
     The largest of all steps but the first counts, of the first where there is no other. A stage
     that received its input from another device holds that too. Stages with recomputed micro-batches
@@ -419,7 +419,7 @@ def _read_memory(
 
 
 def _resident(traces: Iterable[RankTrace], device_of: Mapping[int, int]) -> dict[int, int]:
-    """Return what lay on each device's GPU before the first action of a rank's last step."""
+    """Return the bytes on each device's GPU before the first action of a rank's last step."""
     found: dict[int, int] = {}
     for trace in traces:
         last = max((one.step or 0 for one in trace.ranges), default=0)

@@ -83,7 +83,7 @@ class TraceEvent(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A block handed out, or taken back (negative), and what was handed out in all after it."""
+    """A block allocated, or freed (negative), and all bytes allocated after it."""
 
     at_us: float
     num_bytes: int

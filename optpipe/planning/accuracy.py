@@ -2,7 +2,7 @@
 
 ``errors.json`` has the errors of published runs by class, log(measured / estimated). No run was
 estimated with efficiencies fitted to a run of its model. ``python -m benchmarks.errors --write``
-writes the file. docs/estimate.md says how, and what an interval does not cover.
+writes the file. docs/estimate.md describes how, and the errors that an interval does not cover.
 """
 
 from __future__ import annotations

@@ -506,7 +506,7 @@ def utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
 
 
 def _factor(reached: float, step_ms: float, **given: float | None) -> float:
-    """Return what multiplies all times, from the field that asks for it; 1 where none does."""
+    """Return the factor of all times, from the field that defines it; 1 without such a field."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise FieldError(

@@ -79,7 +79,7 @@ class RankParameters(NamedTuple):
         return RankParameters(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, number: int) -> RankParameters:
-        """Return those of so many alike."""
+        """Return a multiple of the counts."""
         return RankParameters(*(number * count for count in self))
 
 

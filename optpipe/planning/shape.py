@@ -56,7 +56,7 @@ class Experts:
     shared_ffn
         Inner width of all experts together that every token goes through.
     dense_layers
-        So many first layers have the ordinary MLP instead.
+        Number of first layers that have the ordinary MLP instead.
     every
         Of the layers after those, the last of each ``every`` has experts (Llama 4 Maverick: 2).
     max_nodes
@@ -291,7 +291,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> tuple[tuple[LayerForm, int], ...]:
-        """The layers in model order: so many of a kind in a row."""
+        """The layers in model order: runs of one kind, with their lengths."""
         return tuple((kind, len(list(run))) for kind, run in groupby(self.layer_kinds))
 
 

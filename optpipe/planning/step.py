@@ -188,7 +188,7 @@ class PipelineCut:
     pp, chunks, num_microbatches
         Pipeline ranks, stages of each, micro-batches of a step and replica.
     placement
-        Where stages stand: ``linear``, ``loop`` or ``v``.
+        Placement of stages: ``linear``, ``loop`` or ``v``.
     layout
         ``even``: equally many layers a stage, as frameworks cut, embedding and head counted where
         that comes out; ``balanced``: the slowest stage as fast as can be.
@@ -652,7 +652,7 @@ def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
 def find_byte_factor(step: StepEstimate, measured_peak_bytes: float) -> float:
     """Return the factor of all bytes but static ones at which the step has a measured peak.
 
-    ``measured_peak_bytes`` is what the framework's allocator says: the largest of all ranks.
+    ``measured_peak_bytes`` is the peak of the framework's allocator, the largest of all ranks.
 
     Raises
     ------

@@ -368,7 +368,7 @@ class TracedModel(FileValue):
         return f"traced: {self.model_type}, {versions}{torch}, {self.kernels} kernels"
 
     def rank(self, tp: int) -> TracedRank:
-        """Return what a device of so many tensor-parallel ranks has.
+        """Return the costs on one of ``tp`` tensor-parallel ranks.
 
         Raises `FieldError` if the model was traced with other degrees.
         """

@@ -376,7 +376,7 @@ def chart_html(layout: LayoutDOM, *, title: str, theme: Theme = "light") -> str:
 
 
 def _theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:
-    """Return what bokeh applies to frames, axes, grids, titles and tooltips."""
+    """Return the styles that bokeh applies to frames, axes, grids, titles and tooltips."""
     look = PALETTES[theme]
 
     def text(name: str, colour: str, size: str = "12px") -> dict[str, object]:

@@ -513,7 +513,7 @@ def _add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
 
 
 def css_of(theme: Theme) -> str:
-    """Return what makes inputs, toolbars and their menus look like the page; bokeh's are white."""
+    """Return the styles that make inputs, toolbars and menus look like the page."""
     look = PALETTES[theme]
     arrow = (
         f"linear-gradient(45deg, transparent 50%, {look.text} 50%),"

@@ -685,5 +685,5 @@ TITLES: Mapping[str, str] = {
 
 
 def title_of(method: str) -> str:
-    """Return what a method is called: ``zb-h1+offload`` is ZB-H1 + offload; unknown ids stay."""
+    """Return a method's title: ``zb-h1+offload`` is ZB-H1 + offload; unknown ids stay."""
     return " + ".join(TITLES.get(part, part) for part in method.split("+"))

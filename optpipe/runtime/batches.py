@@ -310,7 +310,7 @@ class _Cuttable:
     dimension: int | None
 
     def part(self, index: int, count: int) -> Any:
-        """Return what a micro-batch gets."""
+        """Return the part of the value that belongs to a micro-batch."""
         if self.dimension is None:
             return self.value
         return self.value.chunk(count, self.dimension)[index]

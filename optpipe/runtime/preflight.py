@@ -416,7 +416,7 @@ def needs_of(
     boundary: Mapping[Action, BoundaryLevel],
     device: torch.device,
 ) -> Needs:
-    """Return what this rank will need; without a problem only its boundary tensors are known.
+    """Return the memory that this rank will need; without a problem only its boundary tensors.
 
     ``boundary`` are their bytes on the device with each pass and message. More than the
     problem reserves are refused: the limit that the plan keeps to would not be the device's.
@@ -527,7 +527,7 @@ def _shortages(rows: Sequence[tuple[tuple[str, str], int, int]], fix: str) -> li
 class TensorShape(NamedTuple):
     """Size and type of one boundary tensor; picklable, and equal where the tensors fit.
 
-    ``requires_grad`` says whether a gradient of it is sent back. ``name`` is that by which a stage
+    ``requires_grad``: whether a gradient of it is sent back. ``name`` is that by which a stage
     returned it in a dict, and by which the next one takes it; "" = by position. With a ``layout``
     it is this rank's shard of a DTensor. If not ``is_used``, no output of the last stage depended
     on it in the forward on zeros.
@@ -573,7 +573,7 @@ def as_tensors(values: object, what: str) -> tuple[Tensor, ...]:
 
 
 def named_tensors(output: object, what: str) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
-    """Return what a stage sends, and by which names; of a dict all that is not None."""
+    """Return the tensors that a stage sends, and their names; of a dict all that is not None."""
     if not isinstance(output, Mapping):
         tensors = as_tensors(output, what)
         return ("",) * len(tensors), tensors

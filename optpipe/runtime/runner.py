@@ -161,7 +161,7 @@ class PipelineRunner:
     args_chunk_spec, kwargs_chunk_spec, target_chunk_spec
         The dimension along which whole positional inputs, keyword inputs (by name) and targets are
         cut: an int, torch's ``TensorChunkSpec``, or None for a tensor that all micro-batches share.
-        Give one for all tensors, or one for each in the same tuples and dicts. `step` says what is
+        Give one for all tensors, or one for each in the same tuples and dicts. `step` lists what is
         cut without them.
     output_merge_spec
         The dimension along which the outputs of micro-batches are joined, in the same form; None

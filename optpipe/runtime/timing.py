@@ -1,4 +1,4 @@
-"""Times of every action while a pipeline trains, on one step in so many.
+"""Times of every action while a pipeline trains, on one of ``every`` steps.
 
 An `ActionTimer` observes a `PipelineRunner`. On a sampled step it takes a mark before and after
 every action and after every copy. On CUDA the marks are events, and the timer waits for them only
@@ -37,7 +37,7 @@ __all__ = ["DEFAULT_EVERY", "ActionTimer", "DeviceTimes", "MeasuredStep", "align
 
 
 # --- One time axis for what several devices measured on clocks of their own.
-# Each device says what the wall clock showed at its zero. Wall clocks of different hosts differ by
+# Each device reports the wall clock at its zero. Wall clocks of different hosts differ by
 # milliseconds, so they are believed only as far as the pipeline's own messages allow: nothing can
 # be received before it was sent. A message from a to b bounds the shift between the two clocks on
 # one side and one from b to a on the other, as in Cristian's "Probabilistic clock synchronization"
@@ -92,7 +92,7 @@ def align(times: Sequence[DeviceTimes]) -> MeasuredStep:
 
 
 def _shifts(times: Sequence[DeviceTimes]) -> dict[int, float]:
-    """Return what is added to each device's times.
+    """Return the shift of each device's times.
 
     The shifts begin with the wall clocks. A receiver that would be too early is moved later, in as
     many rounds over all messages as there are devices. As with Bellman and Ford's longest paths,
@@ -164,7 +164,7 @@ class ActionTimer:
     runner
         Whose actions are timed, from its next step on.
     every
-        One step in so many is sampled; the same on all ranks.
+        One of this many steps is sampled; the same on all ranks.
     clock
         Takes the times; that of the runner's device if None.
 

@@ -196,7 +196,7 @@ def is_transformed(tensor: Tensor) -> bool:
 def reduce_by_ddp(module: DistributedDataParallel) -> None:
     """Let DDP reduce the gradients that are there, as at the end of a backward of its own.
 
-    A W makes gradients without autograd, of which DDP hears nothing. A backward of zeros fires its
+    A W makes gradients without autograd, so DDP does not notice them. A backward of zeros fires its
     hooks: its buckets then take each parameter's whole gradient, the zeros added.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -379,7 +379,7 @@ def alias_no_view(tensor: Tensor) -> Tensor:
 
 
 def parts_with_memory(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors whose memory this one is made of: itself, but for wrappers like DTensor."""
+    """Yield the tensors whose memory this one uses: itself, except for wrappers like DTensor."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -71,7 +71,7 @@ class MegatronOption(NamedTuple):
         Of a configuration: the path of an attribute, or a function. `ABSENT` is not written.
     flag
         Argument of Megatron-LM, by default the field's name with dashes; None: another one sets
-        it. An argument for False stands in ``negative``.
+        it. ``negative`` is the argument for False.
     read_as
         Other names under which texts have it.
     """

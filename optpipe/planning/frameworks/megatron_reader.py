@@ -518,7 +518,7 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
 def _stages_said(
     said: FrameworkSettings, shape: ModelShape, pp: int
 ) -> tuple[tuple[StageLayers, ...], int]:
-    """Return what the text says that stages hold, () where it says nothing, and the chunks."""
+    """Return the text's layers of each stage, () if it has none, and the chunks."""
     options = [name for name in _SPLIT if said.has(name)]
     virtual = [name for name in _VIRTUAL if said.has(name)]
     if said.layout():
@@ -558,7 +558,7 @@ def _stages_said(
 def _stages_of_layout(
     said: FrameworkSettings, pp: int, options: list[str]
 ) -> tuple[tuple[StageLayers, ...], int]:
-    """Return what a layout has on each stage, and the chunks."""
+    """Return the layers of each stage in a layout, and the chunks."""
     name = "pipeline_model_parallel_layout"
     others = options + [_VIRTUAL[0]] * said.has(_VIRTUAL[0])
     if others:

@@ -115,7 +115,7 @@ def _differs(config: Any, data: dict[str, Any]) -> bool:
 
 
 _NOT_READ = frozenset({"auto_map", "quantization_config", "transformers_version", "model_type"})
-"""Fields that say how a checkpoint is stored, or name code that is not run."""
+"""Fields about the storage of a checkpoint, or with names of code that is not run."""
 
 
 def build_model(given: TextConfig) -> nn.Module:

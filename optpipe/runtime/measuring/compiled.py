@@ -321,7 +321,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _home(node: fx.Node) -> fx.Node:
-    """Return what a node is a view of."""
+    """Return the node that a node is a view of."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -386,7 +386,7 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 
 def _reads_of_group(group: list[fx.Node]) -> list[fx.Node]:
-    """Return what a fused kernel reads.
+    """Return the nodes that a fused kernel reads.
 
     It computes elementwise operators of other kernels again where their sources are no more bytes.
     """
@@ -401,7 +401,7 @@ def _reads_of_group(group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
-    """Return what the elementwise operators before a node read."""
+    """Return the nodes that the elementwise operators before a node read."""
     found, seen, left = set(), {node}, [node]
     while left:
         for one in _reads(left.pop()):

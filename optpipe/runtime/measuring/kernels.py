@@ -157,7 +157,7 @@ def run_leaf(
 
 
 class _Tracing:
-    """Whether leaf kernels are traced into a graph, which knows them by what they return."""
+    """Whether leaf kernels are traced into a graph, which identifies them by their results."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -264,7 +264,7 @@ _spans = _Spans()
 
 
 def is_known_mask(tensor: Tensor) -> bool:
-    """Whether a mask only says which keys a kernel skips, so that no kernel reads it."""
+    """Whether a mask only selects the keys that a kernel skips, so that no kernel reads it."""
     return _spans.known(tensor)
 
 

@@ -363,7 +363,7 @@ class _Nothing(nn.Module):
 
 
 def _keep_layers(part: Any, config: Any, start: int, end: int) -> None:
-    """Let a stage's configuration say what it says of the layers that it holds."""
+    """Restrict a stage's configuration to the layers that it holds."""
     own = copy.deepcopy(config)
     own.num_hidden_layers = end - start
     key = config.attribute_map.get("layer_types", "layer_types")

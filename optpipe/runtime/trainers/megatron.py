@@ -472,7 +472,7 @@ def _groups() -> Any:
 def _boundaries(
     config: Any, groups: Any, num_stages: int, bucket: Any
 ) -> list[tuple[TensorShape, ...]]:
-    """Return what crosses the stages, as Megatron's `get_tensor_shapes` says."""
+    """Return the tensors that cross stages, as Megatron's `get_tensor_shapes` defines them."""
     from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 
     if num_stages == 1:  # nothing crosses, and Megatron asks for no type of it

@@ -57,7 +57,7 @@ def pipeline_llm(
     """Return what runs steps, this rank's parts of the model, and whether it has both ends.
 
     Parameters and return values are those of torchtitan's `pipeline_llm` (0.3,
-    `distributed/pipeline_parallel.py`), but for these.
+    `distributed/pipeline_parallel.py`), except for these.
 
     Parameters
     ----------
