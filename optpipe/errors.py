@@ -90,7 +90,7 @@ class InputError(OptPipeError, ValueError):
     Attributes
     ----------
     pointers
-        Where in the JSON (RFC 6901), one for each line of the message; empty where that is unknown.
+        Where in the JSON (RFC 6901), one for each line of the message; empty if that is unknown.
     """
 
     code = "input.invalid"

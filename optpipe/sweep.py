@@ -291,8 +291,8 @@ class Point:
     * ``family``: equal for problems of one line; see `family_of`.
     * ``label``: text that distinguishes its line from others.
     * ``memory_bytes``: the budget of each device.
-    * ``objective_ms``: of the best schedule found; None where there is none.
-    * ``bound_ms``: proven lower bound of the objective; None where nothing is proven.
+    * ``objective_ms``: of the best schedule found; None if there is none.
+    * ``bound_ms``: proven lower bound of the objective; None if nothing is proven.
     * ``is_infeasible``: whether it is proven that there is no schedule.
     """
 

@@ -44,7 +44,7 @@ __all__ = [
 
 
 class PlacementChange(FrozenValue):
-    """A stage on another device; None where only one of the two schedules has the stage."""
+    """A stage on another device; None if only one of the two schedules has the stage."""
 
     stage: int
     before: int | None
@@ -88,7 +88,7 @@ class OrderChange(FrozenValue):
 
 
 class Cost(FrozenValue):
-    """One number before and after; ``unit`` is ms, bytes or share, None where it is not known."""
+    """One number before and after; ``unit`` is ms, bytes or share, None if it is not known."""
 
     name: str
     unit: Literal["ms", "bytes", "share"]

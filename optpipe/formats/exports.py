@@ -265,7 +265,7 @@ class _JointOrder:
             )  # fmt: skip
 
     def _peer(self, stage: int, own: int) -> int | None:
-        """Return the device of a stage; None where that is the own stage's, or there is none."""
+        """Return the device of a stage; None if that is the own stage's, or there is none."""
         if not 0 <= stage < len(self._placement) or self._placement[stage] == self._placement[own]:
             return None
         return self._placement[stage]

@@ -78,7 +78,7 @@ _WORLD = re.compile(
 
 @dataclass(kw_only=True)
 class _TimerBlock:
-    """Timers printed together; times in ms, by timer and rank (None where no rank is named)."""
+    """Timers printed together; times in ms, by timer and rank (None if no rank is named)."""
 
     form: Form
     line: int

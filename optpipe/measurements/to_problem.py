@@ -79,7 +79,7 @@ class Sample(FrozenValue):
         Which of the runs it was, where that is known. Steps are numbered from 0.
     lanes_ms
         What it computed and exchanged with experts in turn, in ms, beginning with computing: two
-        entries more for each exchange. Empty where it exchanged nothing, or that is not known.
+        entries more for each exchange. Empty if it exchanged nothing, or that is not known.
     """
 
     stage: _StageIndex

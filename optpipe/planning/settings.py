@@ -114,7 +114,7 @@ class FrameworkSettings:
         return self.integer(name, default, least=1)
 
     def layout(self) -> str:
-        """Return Megatron-Core's layout as its letters; empty where there is none."""
+        """Return Megatron-Core's layout as its letters; empty if there is none."""
         text = "".join(self.words("pipeline_model_parallel_layout")).removeprefix("|")
         for word, letter in _LAYERS.items():
             text = text.replace(word, letter)

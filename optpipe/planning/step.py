@@ -123,7 +123,7 @@ def balanced_sizes(
 
 
 def run_costs(costs: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sum of the costs of each run of layers, by [end, start]; inf where it is empty."""
+    """Return the sum of the costs of each run of layers, by [end, start]; inf if it is empty."""
     ends = np.array([0.0, *accumulate(costs)])
     width: NDArray[np.float64] = np.subtract.outer(ends, ends)
     width[np.triu_indices(len(ends))] = np.inf

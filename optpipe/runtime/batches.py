@@ -61,7 +61,7 @@ class ChunkSpecs:
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """A batch in pieces, each list by micro-batch; a list is empty where nothing is used."""
+    """A batch in pieces, each list by micro-batch; a list is empty if nothing is used."""
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]

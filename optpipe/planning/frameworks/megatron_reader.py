@@ -600,7 +600,7 @@ class MegatronSplit:
     num_layers, pp, chunks
         Transformer layers, pipeline ranks, and stages of each rank.
     first, last
-        Layers of the first and the last rank; None where they are not given.
+        Layers of the first and the last rank; None if they are not given.
     embedding, loss
         Whether embedding and head count as a layer.
     """
@@ -623,7 +623,7 @@ class MegatronSplit:
 
     @property
     def values(self) -> tuple[int | None, ...]:
-        """The options in the order of their names; None where one is not given."""
+        """The options in the order of their names; None if one is not given."""
         return self.first, self.last, self.embedding or None, self.loss or None
 
     @property

@@ -527,7 +527,7 @@ class _Items:
         self._num_read = 0
 
     def of(self, microbatch: int) -> Any:
-        """Return an iterator over the one item of a micro-batch; None where there is none."""
+        """Return an iterator over the one item of a micro-batch; None if there is none."""
         return None if self._iterator is None else self._only(microbatch)
 
     def _only(self, microbatch: int) -> Iterator[Any]:

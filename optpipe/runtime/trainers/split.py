@@ -259,7 +259,7 @@ class _ComparedValues(NamedTuple):
     outputs: list[tuple[str, Tensor]]
     """All tensors, each with the name of its output."""
     gradients: Sequence[Tensor | None]
-    """By parameter; None where the outputs do not depend on it."""
+    """By parameter; None if the outputs do not depend on it."""
 
 
 def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _ComparedValues:
