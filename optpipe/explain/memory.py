@@ -69,7 +69,7 @@ def stage_reliefs(
       found by taking out one after the other, in the order of the program, what still can be.
     * INTERCHANGEABLE: it could be taken out alone, but not together with the unneeded ones.
 
-    ``peaks`` are what `program_peaks` returns, from a caller who has them.
+    ``peaks`` is the result of `program_peaks`, if the caller has it.
     """
     known = peaks or program_peaks(problem, programs)
     found: list[StageRelief] = []
@@ -224,7 +224,7 @@ Peaks: TypeAlias = list[list[int]]
 
 
 def program_peaks(problem: Problem, programs: Programs) -> Peaks:
-    """Return, per device, the most that is held at each of its actions, in bytes."""
+    """Return, per device, the maximum bytes that it holds at each of its actions."""
     return [
         [step.peak for step in memory_walk(problem, device, program)]
         for device, program in enumerate(programs)
@@ -236,7 +236,7 @@ def device_memories(
 ) -> tuple[DeviceMemory, ...]:
     """Return, per device, the peak of its program and what it may hold at most.
 
-    ``peaks`` are what `program_peaks` returns, from a caller who has them.
+    ``peaks`` is the result of `program_peaks`, if the caller has it.
     """
     known = peaks or program_peaks(problem, programs)
     return tuple(

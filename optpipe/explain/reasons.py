@@ -424,7 +424,7 @@ def critical_path(
     Each piece begins exactly when the previous one ends, so their lengths sum to the length. Each
     waited for the previous one, and for nothing later. `Reasons.of` also defines which of several
     such chains this is. A shorter piece shortens the schedule only if it is on all of them.
-    ``reasons`` are those of the same simulation, if the caller has them.
+    ``reasons`` are those of ``run``, if the caller has them.
     """
     device, begin = _ends_last(problem, run)
     pieces: list[Piece] = []

@@ -227,9 +227,9 @@ def _shown(name: str, value: Any) -> str:
 
 
 # --- The rows of a comparison as tables: Markdown for documents, CSV for programs, cells for
-# screens. A row is what ``optpipe compare --json`` prints and ``POST /v1/compare`` answers: JSON
-# values, one method each, already in order. One whose ``programs`` are null has no numbers but a
-# ``reason``.
+# screens. ``optpipe compare --json`` and ``POST /v1/compare`` return the same rows: JSON values,
+# one method each, already in order. A row whose ``programs`` are null has a ``reason`` instead of
+# numbers.
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 

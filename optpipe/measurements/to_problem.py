@@ -151,21 +151,21 @@ class DeviceFacts(_PartlyKnown):
 
 
 class Given(FrozenValue):
-    """Facts of stages and devices that count before measured ones, and of links that do not.
+    """Facts of stages and devices, which precede measured ones, and of links, which do not.
 
     Parameters
     ----------
     name, num_microbatches, objective
-        Of the problem. Left out, the name says where the times come from, and the number of
+        Of the problem. By default the name is the source of the times, and the number of
         micro-batches is the measured one.
     stages
-        Facts of single stages, from stage 0 on; they count before ``stage``.
+        Facts of single stages, from stage 0 on; they precede ``stage``.
     stage, device
         Facts of every stage or device.
     link_latency_ms, link_gb_per_s
         Of every link between neighbouring stages that was not measured.
     weight_share
-        Share (0-1) of a fused backward that W takes, where I and W were not measured apart.
+        Share (0-1) of a fused backward that W takes, if I and W were not measured separately.
     """
 
     name: Name | None = None
@@ -435,7 +435,7 @@ def _with_median_rates(facts: Sequence[DeviceFacts]) -> DeviceFacts:
 
 
 class Measurements(FrozenValue):
-    """Samples of times, sizes, devices and transfers, and how they came about.
+    """Samples of times, sizes, devices and transfers, and their source.
 
     Parameters
     ----------

@@ -488,7 +488,7 @@ def _groups(keys: NDArray[np.int32]) -> list[NDArray[np.int64]]:
 
 
 def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the most bytes held at any moment of each column between neighbouring edges.
+    """Return the maximum bytes held in each column between neighbouring edges.
 
     Columns from ``end_ms`` on hold what is held at the end.
     """

@@ -44,7 +44,7 @@ _DIM, _BOLD, _BAD = Style(dim=True), Style(bold=True), Style(color="red", bold=T
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleView:
-    """A rich renderable of legal programs; programs over a memory limit are shown as such.
+    """A rich renderable of legal programs; it marks programs that exceed a memory limit.
 
     * ``problem``, ``programs``: what is shown.
     * ``title``: first line, before the numbers.

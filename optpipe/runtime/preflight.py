@@ -731,7 +731,7 @@ Spread = tuple[tuple[Layout, "DeviceMesh"] | None, ...]
 
 
 def spread_of(shapes: Shapes, meshes: Sequence[DeviceMesh]) -> Spread:
-    """Return how what a stage receives lies on its rank's meshes."""
+    """Return the layout of a stage's received tensors on its rank's meshes."""
     layouts = [shape.layout for shape in shapes]
     found = tuple(None if one is None else (one, one.find_mesh(meshes)) for one in layouts)
     return found if any(found) else ()
