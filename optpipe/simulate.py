@@ -234,22 +234,22 @@ def simulate(
     message_factors: Mapping[Pass, float] | None = None,
     modes: Sequence[CellModes] | None = None,
 ) -> Simulation:
-    """Run legal programs against the clock.
+    """Return the times of all actions and messages of legal programs.
 
     Parameters
     ----------
     problem
         Gives the duration of every action, the links and the shared lanes.
     programs
-        Legal programs (see `optpipe.check.check`); their memory is not looked at here.
+        Legal programs (see `optpipe.check.check`); this function does not check their memory.
     durations
         Durations in ms that replace the problem's, for some or all actions: measured times, noise.
-        What hides in a pair grows and shrinks with its forward, and is at most its backward.
+        The hidden time of a pair scales with its forward, and is at most its backward.
     message_factors
-        What multiplies the time of the message with a pass's output, for some or all passes: both
-        how long it occupies a link and how long it takes.
+        Factor of the time of the message with a pass's output, for some or all passes: of both the
+        time that it occupies a link and the time until it arrives.
     modes
-        The modes of each program's cells, from a caller who has them: `check` returns them.
+        The modes of each program's cells, if the caller has them: `check` returns them.
 
     Raises
     ------

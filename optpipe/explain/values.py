@@ -176,10 +176,10 @@ class Relief(FrozenValue):
 
     * ``saved_bytes``: what the device does not hold meanwhile, at most.
     * ``verdict``: whether that is needed.
-    * ``exceeds_at``: without this one alone, the first action at which the device would hold most
-      meanwhile; None if there is no other action in between.
-    * ``excess_bytes``: by how much that exceeds the limit; at most 0 if the device still fits, 0 if
-      there is no other action in between.
+    * ``exceeds_at``: the first action at which the device would hold most meanwhile without this
+      one alone; None without other actions in between.
+    * ``excess_bytes``: by how much that exceeds the limit; at most 0 if the device still fits, 0
+      without other actions in between.
     """
 
     microbatch: int

@@ -459,7 +459,7 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How unequally tokens are routed to experts, and what limits that.
+    """The imbalance of tokens over experts, and its limits.
 
     Loads are relative to balanced routing: 1 is the mean of all expert-parallel ranks.
 
@@ -469,7 +469,7 @@ class Routing:
         One number: the load of the busiest rank, at least 1. Several: how often each expert is
         chosen, in any unit, from which the load follows.
     capacity
-        Tokens per expert are at most so many times the mean, and others are dropped (Megatron-Core:
+        Maximum tokens per expert, in multiples of the mean; others are dropped (Megatron-Core:
         ``moe_expert_capacity_factor``). None: no token is dropped.
     is_padded
         Whether each expert computes as many tokens as ``capacity`` allows

@@ -181,7 +181,7 @@ _MOST_BYTE_FACTOR = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCut:
-    """How a model is cut over pipeline ranks and run.
+    """The cut of a model over pipeline ranks, and its schedule.
 
     Parameters
     ----------
@@ -190,17 +190,17 @@ class PipelineCut:
     placement
         Placement of stages: ``linear``, ``loop`` or ``v``.
     layout
-        ``even``: equally many layers a stage, as frameworks cut, embedding and head counted where
-        that comes out; ``balanced``: the slowest stage as fast as can be.
+        ``even``: the same number of layers per stage, as frameworks cut (`even_sizes`);
+        ``balanced``: the slowest stage is as fast as possible.
     schedule
-        ``1f1b``, interleaved with several chunks; or the Zero Bubble paper's (arXiv 2401.10241,
-        table 1) with one stage per rank: ``zb-h1`` fills its idle time with 2 (p - 1) W and holds p
-        micro-batches on every rank, ``zb-h2`` with 3 (p - 1) W, and holds 2 p - 1.
+        ``1f1b``, interleaved with several chunks; or, with one stage per rank, those of the Zero
+        Bubble paper (arXiv 2401.10241, table 1). ``zb-h1`` fills its idle time with 2 (p - 1) W and
+        holds p micro-batches on every rank; ``zb-h2`` with 3 (p - 1) W, and holds 2 p - 1.
     pairs
-        Whether forwards and backwards may run together, experts' exchange hidden: memory is that of
-        1F1B with one forward more before it alternates; `step_estimate` hides nothing.
+        Whether forwards and backwards may run together, which hides the experts' exchange. Memory
+        is that of 1F1B with one more forward before it alternates; `step_estimate` hides nothing.
     slices
-        Each micro-batch's sequences are cut into so many; `step_estimate` is of whole ones.
+        Number of slices of each micro-batch's sequences; `step_estimate` is of whole sequences.
     """
 
     pp: int = 1
