@@ -1,7 +1,11 @@
 """Legality (docs/specification.md, "Legal"): what a set of programs must satisfy to be run at all.
 
-``Legal`` means: every (stage, micro-batch) has F and either I and W or B exactly once on the right
-device, the table's order holds, the programs have no cyclic wait, and no peak exceeds its limit.
+``Legal`` means:
+
+* Every (stage, micro-batch) has F and either I and W or B exactly once on the right device.
+* The table's order holds, and the programs have no cyclic wait.
+* No peak exceeds its limit.
+
 Durations play no part: a legal schedule is legal under every timing.
 """
 
@@ -262,7 +266,7 @@ def _mode_faults(
 def _unasked_or_missing(
     problem: Problem, position: dict[Action, int], number: int, action: Action
 ) -> Iterator[tuple[str, str]]:
-    """Hold a cell against the mode that its F names: exactly what the mode asks for is there."""
+    """Check that a cell has exactly the actions of the mode that its F names."""
     stage, kind, microbatch, *_ = action
     menu = problem.menu_of(stage, microbatch)
     if number >= len(menu):
@@ -460,7 +464,7 @@ def _report(programs: Programs, violations: list[Violation]) -> str:
 
 
 def _texts(program: Program) -> list[str]:
-    """Return a text per action; both of a pair show it, the second as what stands beside it."""
+    """Return a text per action; the first of a pair shows the pair, the second is in brackets."""
     return [
         cells_of(program[index : index + 2])[0]
         if starts_pair(program, index)
@@ -477,10 +481,10 @@ _CONTEXT = 6
 
 
 def render_grid(programs: Programs, marked: Collection[tuple[int, int]]) -> str:
-    """Return the grid as text; each ``(device, index)`` of ``marked`` stands as ``>>cell<<``.
+    """Return the grid as text; each ``(device, index)`` of ``marked`` is written as ``>>cell<<``.
 
-    Rows are cut to a few cells around the first marked column; a mark one past a row's end shows
-    as ``>>end<<`` (something is missing there).
+    Rows are cut to a few cells around the first marked column. A mark one past a row's end is
+    ``>>end<<`` (something is missing there).
     """
     centre = min((index for _, index in marked), default=0)
     first = max(0, centre - _CONTEXT)

@@ -1,23 +1,23 @@
-"""Every error OptPipe raises on purpose.
+"""The errors that OptPipe raises deliberately.
 
 ::
 
-    OptPipeError                       has .code, a stable word for machines
-    |-- InputError (ValueError)        the caller gave us something wrong
+    OptPipeError                       has .code, a stable word for programs
+    |-- InputError (ValueError)        the caller's input is wrong
     |   |-- RequestError               a request is not JSON, or breaks a rule of its model
-    |   |-- FieldError                 a field that cannot be as it is; carries .sentence
+    |   |-- FieldError                 a field with an invalid value; has .sentence
     |   |-- ProblemError               a problem file or object
     |   |-- ModelError                 a model file or object, or a cut of it
-    |   |-- MeasurementError           measurements that cannot be read or do not say enough
+    |   |-- MeasurementError           measurements that cannot be read or lack data
     |   |-- ActionSyntaxError          the text of an action
     |   |-- ScheduleFormatError        a schedule file or object
     |   |-- ScheduleMismatchError      a schedule for another problem
-    |   |-- IllegalScheduleError       well formed, but breaks a rule; carries .violations
-    |   |-- InfeasibleProblemError     no schedule exists; carries .needs
+    |   |-- IllegalScheduleError       well formed, but breaks a rule; has .violations
+    |   |-- InfeasibleProblemError     no schedule exists; has .needs
     |   `-- PreflightError             refused before the first step, on every rank alike
-    `-- WorldError (RuntimeError)      the input is fine, the world is not
-        |-- ServiceError               the service refused or failed; carries .status
-        |-- ServiceUnreachableError    nobody answers
+    `-- WorldError (RuntimeError)      the input is correct, the environment fails
+        |-- ServiceError               the service refused or failed; has .status
+        |-- ServiceUnreachableError    the service does not answer
         |-- RankError                  another rank failed, and this one stopped because of it
         |-- OffloadError               activations were needed while they were on the host
         `-- MissingExtraError          a package of an optional extra is not installed
@@ -90,7 +90,7 @@ class InputError(OptPipeError, ValueError):
     Attributes
     ----------
     pointers
-        Where in the JSON (RFC 6901), one for each line of the message; empty where that is unknown.
+        Where in the JSON (RFC 6901), one for each line of the message; empty if that is unknown.
     """
 
     code = "input.invalid"
@@ -102,7 +102,7 @@ class InputError(OptPipeError, ValueError):
         return self
 
     def inside(self, outer: str) -> Self:
-        """Return the error of a document that stands at a pointer in another one."""
+        """Return the error with pointers that begin with that of its document in an outer one."""
         inner = self.pointers or ("",) * len(str(self).splitlines())
         return self.at(*(outer + one for one in inner))
 
@@ -175,13 +175,13 @@ class ProblemError(InputError):
 
 
 class ModelError(InputError):
-    """A model breaks a rule of ``optpipe/model/v1``, or cannot be cut as asked."""
+    """A model breaks a rule of ``optpipe/model/v1``, or cannot be cut as requested."""
 
     code = "model.invalid"
 
 
 class MeasurementError(InputError):
-    """A file of measurements cannot be read, or does not say enough for a problem."""
+    """A file of measurements cannot be read, or has too little data for a problem."""
 
     code = "measurement.invalid"
 
@@ -209,7 +209,7 @@ class Violation:
     """One broken rule at one cell.
 
     ``index`` is the position in the device's program; one past its end where an action is missing.
-    ``code`` is stable, ``message`` says value, rule and fix.
+    ``code`` is stable, ``message`` has value, rule and fix.
     """
 
     code: str
@@ -303,7 +303,7 @@ def install_command(extra: str) -> str:
     return f"pip install 'optpipe[{extra}]{f' @ {url}' if url else ''}'"
 
 
-# --- What pydantic found wrong, said as value, rule and fix, with the path into the JSON.
+# --- Pydantic's errors as value, rule and fix, with the path into the JSON.
 
 _RULES = {
     "missing": ("is missing", "give it"),
@@ -355,7 +355,7 @@ def explain(error: ValidationError, model: type[BaseModel], written: Writer = pl
 
 @contextmanager
 def faults_of(model: type[BaseModel], fault: type[InputError]) -> Iterator[None]:
-    """Raise pydantic's errors about a model's fields as our error, which says where each is."""
+    """Raise pydantic's errors about a model's fields as our error, with the path of each."""
     try:
         yield
     except ValidationError as error:
@@ -502,6 +502,6 @@ class RankError(WorldError):
 
 
 class OffloadError(WorldError):
-    """Activations were asked for in a state in which the device does not hold them."""
+    """Activations were requested in a state in which the device does not hold them."""
 
     code = "runtime.offload"

@@ -1,4 +1,4 @@
-"""From programs to a schedule whose numbers are true: checked, then simulated."""
+"""Makes a schedule of programs: checks them, then simulates them for the schedule's numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def evaluate(
     stopped_by: StoppedBy = "work_limit",
     run: Simulation | None = None,
 ) -> Schedule:
-    """Return the schedule these programs are.
+    """Return the schedule that these programs make.
 
     Parameters
     ----------
@@ -35,10 +35,10 @@ def evaluate(
         Proven lower bound of the problem's objective, in ms; None = nothing proven. Above the
         objective by rounding alone it is the objective.
     stopped_by
-        Why the search ended; replaced by ``optimal`` when the gap says so.
+        Why the search ended; ``optimal`` replaces it if the gap is closed.
     run
-        What `simulate` says of the programs, from a caller who has checked them too: saves doing
-        both again, which takes seconds where programs are long.
+        The result of `simulate`, from a caller that has also checked the programs. It saves doing
+        both again, which takes seconds for long programs.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def verify(problem: Problem, schedule: Schedule) -> None:
     """Accept a legal schedule of this very problem whose numbers are those of its programs.
 
     A bound cannot be proven again from the schedule alone; it is only held against the objective.
-    Raises `ScheduleMismatchError` if it was made for another problem, or says numbers that its
+    Raises `ScheduleMismatchError` if it was made for another problem, or has numbers that its
     programs do not have. Raises `IllegalScheduleError` if its programs break a rule.
     """
     check_schedule(problem, schedule)

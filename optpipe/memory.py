@@ -1,7 +1,7 @@
 """Memory is a property of the program, not of the clock (docs/specification.md, "Memory").
 
-Walking a program from top to bottom and adding what each action takes and gives back yields the
-peak under *every* timing. `memory_walk` is that walk; nothing else in the house counts bytes.
+`memory_walk` adds the bytes that each action of a program takes and gives back, in order. The
+result is the peak under *every* timing. No other code of the core counts bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 
 
 class Effect(NamedTuple):
-    """What an action of one kind does to its device, and what stands before it in the program.
+    """The effect of one kind of action on its device's memory, and the kinds that precede it.
 
     * ``delta``: mode of its cell -> bytes it adds (negative: gives back).
     * ``workspace``: mode -> bytes that exist only while it runs.
     * ``inside``: mode -> bytes that it adds at its start and gives back by its end.
     * ``taken_at_start``: whether the bytes change when it starts, or when it ends.
-    * ``comes_after``: kinds that stand before it in the same program, where the cell has them.
+    * ``comes_after``: kinds that precede it in the same program, if the cell has them.
     """
 
     delta: Callable[[CellMode], int]
@@ -98,8 +98,8 @@ Legality and memory follow it, here and in compiled code.
 class MemoryStep:
     """Bytes held by the pipeline around one action, static bytes included.
 
-    ``taken_at_start`` tells whether ``after`` is reached when the action starts (F, RELOAD,
-    RECOMPUTE) or when it ends (I, W, B, RELEASE).
+    ``taken_at_start``: whether ``after`` is reached when the action starts (F, RELOAD, RECOMPUTE)
+    or when it ends (I, W, B, RELEASE).
     """
 
     before: int
@@ -115,8 +115,8 @@ CellModes: TypeAlias = "Mapping[tuple[int, int], int]"
 def modes_of(problem: Problem, program: Iterable[Action]) -> CellModes:
     """Return the mode of each (stage, micro-batch) of a program: its index in the stage's menu.
 
-    Its F names it (``2F0@3``). Where no F does, and v1 can say the menu, OFFLOAD and RECOMPUTE
-    tell. The program's stages must exist.
+    Its F names it (``2F0@3``). If no F does, and v1 can express the menu, OFFLOAD and RECOMPUTE
+    imply it. The program's stages must exist.
     """
     modes: dict[tuple[int, int], int] = {}
     for stage, kind, microbatch, mode, _ in program:
@@ -142,9 +142,8 @@ def memory_walk(
 ) -> list[MemoryStep]:
     """Return the bytes held around every action of a device's program, in order.
 
-    Both workspaces of a pair exist at once; both of its actions have its peak. ``modes`` are those
-    that `modes_of` returns, from a caller who has them; this and the functions below compute them
-    otherwise.
+    Both workspaces of a pair exist at the same time; both of its actions have its peak. ``modes``
+    are those of `modes_of`; this and the functions below compute them if the caller has none.
     """
     modes = modes_of(problem, program) if modes is None else modes
     held_bytes = problem.static_bytes_of(device)

@@ -1,8 +1,8 @@
-"""The model before it is cut: layers, devices, links (``optpipe/model/v1``), and what a cut makes.
+"""The model before it is cut: layers, devices, links (``optpipe/model/v1``), and cuts of it.
 
-A layer has the fields of a problem's stage, its device aside; a stage is a run of layers. How the
-fields of a run follow from those of its layers is `optpipe.model.fuse`'s to say, and nobody else's.
-Units as in `optpipe.problem`.
+A layer has the fields of a problem's stage without its device. A stage is a run of layers.
+`optpipe.model.fuse` alone computes the fields of a run from those of its layers. Units are those of
+`optpipe.problem`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["MAX_LAYERS", "DefaultLink", "Layer", "LayerTimes", "Model", "ModelDe
 
 
 MAX_LAYERS = 4096
-"""Most layers a model may have, repeated ones counted."""
+"""Maximum number of layers of a model, repeated ones counted."""
 
 
 Factor = Annotated[Bandwidth, Field(le=1e6)]  # positive and finite, refused in the same words
@@ -59,7 +59,7 @@ class ModelDevice(Device):
     speed: Factor = 1.0
 
     def plain(self) -> Device:
-        """Return what a problem knows of it."""
+        """Return the device's fields in a problem."""
         return Device(**self.model_dump(exclude={"type", "speed"}))
 
 
@@ -71,7 +71,7 @@ class DefaultLink(FrozenValue):
 
 
 class LayerTimes(FrozenValue):
-    """Measured times of one layer on one type of device; they stand instead of the layer's own."""
+    """Measured times of one layer on one type of device; they replace the layer's own times."""
 
     forward_ms: Milliseconds
     backward_input_ms: Milliseconds
@@ -190,7 +190,7 @@ class Layer(FrozenValue):
 
 
 class Model(FileValue):
-    """What is to be cut, placed and scheduled; complete and consistent once it exists.
+    """A model to cut, place and schedule; the constructor completes it and checks consistency.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ class Model(FileValue):
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are, repeated ones counted."""
+        """The number of layers, repeated ones counted."""
         return sum(layer.repeat for layer in self.layers)
 
     @cached_property
@@ -459,17 +459,18 @@ def fuse(left: Stage, right: Stage) -> Stage:
     * A run can be recomputed where all of it can. ``recompute_ms`` is the sum. F keeps the left
       checkpoint, and of the right one only what exceeds the left's output: that output comes
       back with the recomputation. If checkpoints are inputs, this is the first layer's input.
-    * Workspaces are the larger: layers run one by one, and bytes only grow (F, RECOMPUTE) or only
-      fall (W, B) meanwhile, so that max(before, after) + workspace covers every layer. Two add:
-      In I each layer's activation turns into its weight context, and the bytes in between may
-      exceed both ends; ``backward_input_workspace_bytes`` holds exactly what they do. In an F
-      that keeps a checkpoint only, the input of the right layer is alive while that layer runs.
-    * A menu of v2 has the modes that both runs have, by name; a run that can only be kept is kept
-      in all of them. Bytes and times add up as above; of recomputation inside the backward one
-      layer's bytes are there at a time, so ``inside_bytes`` is the larger. If both are recomputed
-      apart, the right one's input is neither kept nor offloaded. What the one recomputes
-      inside and the other apart is no mode of both.
-    * ``layers`` are counted together where both say them.
+    * Workspaces are the larger of the two. Layers run one by one, and meanwhile bytes only grow
+      (F, RECOMPUTE) or only fall (W, B), so max(before, after) + workspace covers every layer.
+      Two workspaces need more. In I each layer's activation turns into its weight context, and
+      the bytes in between may exceed both ends; ``backward_input_workspace_bytes`` holds exactly
+      that excess. In an F that keeps only a checkpoint, the right layer's input is alive while
+      that layer runs.
+    * A menu of v2 has the modes that both runs have, by name. A run that can only be kept is kept
+      in all of them. Bytes and times add up as above. Recomputation inside the backward holds one
+      layer's bytes at a time, so ``inside_bytes`` is the larger. If both are recomputed apart, the
+      right one's input is neither kept nor offloaded. A mode that one run recomputes inside and
+      the other apart is left out.
+    * ``layers`` are summed if both runs have them.
     """
     if left.modes or right.modes:
         return _fused_with_modes(left, right)

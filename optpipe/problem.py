@@ -83,11 +83,11 @@ __all__ = [
 
 
 class FileValue(FrozenValue):
-    """What a file of a format of its own holds."""
+    """Base of values that have a file format of their own."""
 
     @classmethod
     def parse(cls, data: Any) -> Self:
-        """Return what a JSON-like object describes.
+        """Return the value that a JSON-like object describes.
 
         Raises
         ------
@@ -152,7 +152,7 @@ class Device(FrozenValue):
 
     @property
     def usable_bytes(self) -> int:
-        """What static bytes and activations may fill: memory_bytes - reserved_bytes."""
+        """Bytes for static data and activations: memory_bytes - reserved_bytes."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
@@ -177,7 +177,7 @@ class Host(FrozenValue):
 
 
 class Context(FrozenValue):
-    """What tokens/s, MFU and framework files need; it changes no schedule, and no hash.
+    """Data for tokens/s, MFU and framework files; it changes no schedule and no hash.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ class LicensedPair(FrozenValue):
 
 
 class Microbatch(FrozenValue):
-    """What kind a micro-batch is of.
+    """The cost and the sample of a micro-batch.
 
     Parameters
     ----------
@@ -299,9 +299,9 @@ class Microbatch(FrozenValue):
 
 
 class LinkLane(NamedTuple):
-    """What the message over a boundary occupies: the index of its link, and for how many ms.
+    """The link that a message over a boundary occupies, by index, and for how many ms.
 
-    ``link`` is -1 where messages do not queue.
+    ``link`` is -1 if messages do not queue.
     """
 
     link: int
@@ -322,7 +322,7 @@ Placement = Literal["linear", "loop", "v"]
 
 
 class Problem(FileValue):
-    """What is to be scheduled; complete and consistent once it exists.
+    """A scheduling problem; the constructor makes it complete and checks that it is consistent.
 
     Parameters
     ----------
@@ -615,12 +615,12 @@ class Problem(FileValue):
 
     @property
     def num_costs(self) -> int:
-        """How many costs micro-batches have."""
+        """The number of costs that micro-batches have."""
         return len(self.stages_by_cost)
 
     @cached_property
     def stages_by_cost(self) -> tuple[tuple[Stage, ...], ...]:
-        """By cost what `stages` is for cost 0."""
+        """The `stages` of each cost."""
         return (self.stages, *zip(*self.other_costs, strict=True))
 
     @cached_property
@@ -639,12 +639,12 @@ class Problem(FileValue):
 
     @cached_property
     def menus_by_cost(self) -> tuple[tuple[tuple[CellMode, ...], ...], ...]:
-        """By cost what `menus` is for cost 0."""
+        """The `menus` of each cost."""
         return tuple(tuple(stage.menu for stage in stages) for stages in self.stages_by_cost)
 
     @property
     def is_even(self) -> bool:
-        """Whether micro-batches are equal, and nothing says in which order they come."""
+        """Whether micro-batches are equal and their order is free."""
         return not self.microbatches and self.order == "free"
 
     @property
@@ -694,11 +694,11 @@ class Problem(FileValue):
 
     @cached_property
     def least(self) -> Problem:
-        """The problem of equal micro-batches that each take the least of any cost, field by field.
+        """A relaxation with equal micro-batches, each field the minimum over all costs.
 
-        Every schedule of this problem is one of that, no longer and no larger there: what is proven
-        of it holds here. A stage with more modes than keep needs no memory there. The problem
-        itself where its micro-batches are equal and their order is free.
+        Every schedule of this problem is one of the relaxation, with no greater length or memory
+        there. So bounds of the relaxation hold here. In it, a stage with more modes than keep needs
+        no memory. It is the problem itself if all micro-batches are equal and in free order.
         """
         if self.is_even:
             return self
@@ -714,7 +714,7 @@ class Problem(FileValue):
 
     @cached_property
     def boundary_ms_by_cost(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """By cost what `boundary_ms` is for cost 0."""
+        """The `boundary_ms` of each cost."""
         return tuple(map(self._boundary_ms, range(self.num_costs)))
 
     def _boundary_ms(self, cost: int) -> tuple[tuple[float, float], ...]:
@@ -746,7 +746,7 @@ class Problem(FileValue):
 
     @cached_property
     def boundary_lanes_by_cost(self) -> tuple[tuple[tuple[LinkLane, LinkLane], ...], ...]:
-        """By cost what `boundary_lanes` is for cost 0."""
+        """The `boundary_lanes` of each cost."""
         if self.format != V2:
             return (((_FREE, _FREE),) * len(self.stages),) * self.num_costs
         return tuple(map(self._boundary_lanes, range(self.num_costs)))
@@ -775,7 +775,7 @@ class Problem(FileValue):
 
     @property
     def has_modes(self) -> bool:
-        """Whether any stage has a menu that v1 cannot say, or must use one mode for all."""
+        """Whether any stage has a menu that v1 cannot express, or must use one mode for all."""
         stages = chain.from_iterable(self.stages_by_cost)
         return any(stage.uniform_modes or stage.modes for stage in stages)
 
@@ -801,7 +801,7 @@ class Problem(FileValue):
         return any(mode.recompute for menu in menus for mode in menu)
 
     def can_offload(self, stage: int) -> bool:
-        """Whether the activations of this stage may go to the host, in a menu that v1 can say."""
+        """Whether the stage's activations may go to the host, in a menu that v1 can express."""
         return self.can_move(self.stages[stage])
 
     def can_move(self, stage: Stage) -> bool:
@@ -809,7 +809,7 @@ class Problem(FileValue):
         return stage.offload_bytes > 0 and self.devices[stage.device].can_offload
 
     def offload_ms(self, stage: int, num_bytes: int | None = None) -> float:
-        """Duration in ms of one OFFLOAD of this stage, of ``offload_bytes`` where not said.
+        """Duration in ms of one OFFLOAD of this stage, of ``offload_bytes`` by default.
 
         The stage's device must have bandwidths (`can_offload`, `can_use`).
         """
@@ -830,17 +830,17 @@ class Problem(FileValue):
         return sum(self.stages[stage].static_bytes for stage in self.stages_of[device])
 
     def room_bytes(self, device: int) -> int:
-        """Bytes of a device that are left for activations, beside reserved and static ones."""
+        """Bytes of a device for activations: its memory without reserved and static bytes."""
         return self.devices[device].usable_bytes - self.static_bytes_of(device)
 
     @cached_property
     def hidden_ms(self) -> Mapping[tuple[int, int, str], float]:
-        """What hides in each licensed pair, in ms, by stage of F, of the backward, its letter."""
+        """Time hidden in each allowed pair, in ms, by the F's stage, the backward's, its letter."""
         return {(one.forward, one.backward, one.with_): one.hidden_ms for one in self.pairs}
 
     @cached_property
     def device_busy_ms(self) -> tuple[float, ...]:
-        """Least compute time of each device without pairs, recompute aside."""
+        """Minimum compute time of each device without pairs and without recompute."""
         many = Counter(self.cost_of)
         return tuple(
             sum(

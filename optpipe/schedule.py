@@ -1,7 +1,7 @@
 """The schedule: one program per device, and what is known about it (``optpipe/schedule/v1``).
 
-A `Schedule` is a record: whether its programs are legal is `optpipe.check`'s to say, what they
-cost `optpipe.simulate`'s. `optpipe.evaluate.evaluate` makes a schedule whose numbers are true.
+A `Schedule` is a record and checks nothing. `optpipe.check` checks whether its programs are legal,
+and `optpipe.simulate` computes their costs. `optpipe.evaluate.evaluate` makes a schedule by both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 
 
 class ActionType(StrEnum):
-    """What an action does; F, I, W and B are torch's letters (docs/specification.md, "Actions")."""
+    """Kinds of actions; F, I, W and B are torch's letters (docs/specification.md, "Actions")."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
@@ -101,10 +101,10 @@ _TYPES = {str(kind): kind for kind in ActionType}
 class Action(NamedTuple):
     """One action; ``str(action)`` is its text form and `parse_action` inverts it.
 
-    In pydantic models it validates from, and serialises to, that text. ``mode`` is that of the cell
-    and stands at its F alone (``2F0@3``): an index of the stage's menu, 0 = none is named.
-    ``paired`` marks a backward (I or B) that runs together with the F right before it in its
-    program; in text the two are one cell, ``(0F7;7B3)OVERLAP_F_B`` (`cells_of`, `parse_cell`).
+    In pydantic models it validates from, and serialises to, that text. ``mode`` is the cell's mode,
+    an index of the stage's menu. Only F has it (``2F0@3``); 0 = none is named. ``paired`` marks a
+    backward (I or B) that runs together with the F right before it in its program. In text the two
+    are one cell, ``(0F7;7B3)OVERLAP_F_B`` (`cells_of`, `parse_cell`).
     """
 
     stage: int
@@ -200,7 +200,7 @@ def parse_cell(text: str) -> Program:
 def cells_of(program: Iterable[Action]) -> list[str]:
     """Return the cells of a program as text: one per action, but one for both of a pair.
 
-    What is no action, which a schedule made by hand may hold, is a cell as it is.
+    A schedule made by hand may hold texts that are not actions. Each of them is a cell unchanged.
     """
     cells: list[str] = []
     last: Action | None = None
@@ -220,7 +220,7 @@ def starts_pair(program: Sequence[Action], index: int) -> bool:
 
 
 def partner_of(program: Sequence[Action], index: int) -> Action | None:
-    """Return what runs together with the action there, None where nothing does."""
+    """Return the action that runs together with that at an index, None if none does."""
     if starts_pair(program, index):
         return program[index + 1]
     return program[index - 1] if program[index].paired else None
@@ -304,11 +304,11 @@ class TraceEntry(FrozenValue):
 
 
 class Contribution(FrozenValue):
-    """What one method contributed to a solve, in ms, all its improvements together.
+    """The contribution of one method to a solve, in ms, summed over its improvements.
 
-    ``objective_ms`` and ``bound_ms`` are the best known when it last improved one of them;
+    ``objective_ms`` and ``bound_ms`` are the best known when it last improved one of them.
     ``objective_gain_ms`` is by how much it lowered the objective below the first schedule's and
-    what others had reached, ``bound_gain_ms`` by how much it raised the bound.
+    the best of others. ``bound_gain_ms`` is by how much it raised the bound.
     """
 
     method: str
@@ -319,12 +319,12 @@ class Contribution(FrozenValue):
 
 
 class Provenance(FrozenValue):
-    """Where a schedule comes from.
+    """The methods that made a schedule and proved its bound.
 
-    ``method`` made it, ``start_method`` made the best schedule before optimisation, whose
-    objective was ``start_objective_ms``; ``bound_method`` proved the bound. ``cpu_seconds`` are
-    those of each part of the solve, None where work was limited and not time. ``contributions``
-    sums up ``trace`` by method, in the order of their first improvement.
+    ``method`` made it. ``start_method`` made the best schedule before optimisation, whose
+    objective was ``start_objective_ms``. ``bound_method`` proved the bound. ``cpu_seconds`` are
+    those of each part of the solve, or None if work was limited instead of time.
+    ``contributions`` sums up ``trace`` by method, in the order of their first improvement.
     """
 
     method: str
@@ -470,7 +470,7 @@ class Pass(NamedTuple):
 
 
 def pass_of(action: Action) -> Pass | None:
-    """Return the pass an action completes; None where nobody else waits for it."""
+    """Return the pass that an action completes; None if no other action waits for it."""
     if action.type is ActionType.FORWARD:
         return Pass(False, action.stage, action.microbatch)
     if action.type.is_backward:
@@ -500,7 +500,7 @@ def transit_ms(problem: Problem, source: Pass, target: Action) -> float:
 
 
 def lane_of(problem: Problem, producer: Pass) -> LinkLane:
-    """Return what the output of a pass occupies; a link of -1 where it waits for nobody."""
+    """Return the link that the output of a pass occupies; -1 if messages do not queue."""
     lanes = problem.boundary_lanes_by_cost[problem.cost_of[producer.microbatch]]
     if not producer.backward:
         return lanes[producer.stage][0]

@@ -2,15 +2,19 @@
 
 This is the one implementation of docs/specification.md, "Time".
 
-As CUDA streams do it: compute actions of a device run one after another; OFFLOAD and RELOAD are
-enqueued on their lanes when the device reaches them; RELEASE, and the backward of a reloaded
-micro-batch, wait for the transfer. Waiting transfers go by issue time, then device index. In v2 a
-message departs when its producer has ended and the one before it has left the link; in v1 messages
-never wait for each other. Solvers, families and the runtime's predictions are all judged by
-`simulate`.
+The rules are those of CUDA streams:
 
-Not modelled: the cost of launching work, and any influence of transfers on compute speed beyond the
-given bandwidths, which are those sustained with both directions and compute busy.
+* Compute actions of a device run one after another.
+* OFFLOAD and RELOAD are enqueued on their lanes when the device reaches them.
+* RELEASE, and the backward of a reloaded micro-batch, wait for the transfer.
+* Waiting transfers go by issue time, then device index.
+* In v2 a message departs when its producer has ended and the previous message has left the link.
+  In v1 messages never wait for each other.
+
+`simulate` alone judges solvers, families and the runtime's predictions.
+
+Not modelled: the cost of launching work, and any influence of transfers on compute speed. The given
+bandwidths are those sustained with both directions and compute busy.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When one action happens, in ms.
+    """The times of one action, in ms.
 
     ``issue`` is when the device reaches it, its inputs aside; ``start`` and ``end`` are those of
     the compute pass or of the transfer itself. A RELEASE has start = end = when its wait is over.
@@ -113,8 +117,9 @@ class Simulation(ShortRepr):
 class LinkMessage(NamedTuple):
     """The output of a pass on a link that carries one message at a time, in ms.
 
-    ``ready`` is when the pass ended, ``depart`` when the message before had left too, ``left`` when
-    it has left itself; it arrives the link's latency later. ``link`` is an index of the problem's.
+    ``ready`` is when the pass ended. ``depart`` is when the previous message had left, too.
+    ``left`` is when this message has left; it arrives the link's latency later. ``link`` is an
+    index of the problem's links.
     """
 
     link: int
@@ -125,11 +130,11 @@ class LinkMessage(NamedTuple):
 
 
 class LinkLoad(NamedTuple):
-    """What a directed link must carry in one step.
+    """The load of a directed link in one step.
 
-    ``busy_ms`` = ``num_bytes`` over its bandwidth. No schedule on a link that carries one message
-    at a time has a makespan below ``least_ms``: before its first message come the passes that lead
-    to it, after its last its latency and the passes that still must follow.
+    ``busy_ms`` = ``num_bytes`` over its bandwidth. If the link carries one message at a time, no
+    schedule has a makespan below ``least_ms``. It adds to ``busy_ms`` the passes that lead to the
+    first message, the latency of the last, and the passes that must follow the last.
     """
 
     source: int
@@ -197,7 +202,7 @@ def link_warnings(problem: Problem, makespan_ms: float) -> tuple[str, ...]:
 def duration_ms(problem: Problem, action: Action, mode: int | None = None) -> float:
     """Return how long an action occupies its lane, in ms (RELEASE: 0).
 
-    ``mode`` is that of its cell; without one it is what the action itself asks for
+    ``mode`` is that of its cell; by default it is the mode that the action implies
     (`Stage.implied_mode`).
     """
     stage = problem.stage_of(action.stage, action.microbatch)
@@ -229,22 +234,22 @@ def simulate(
     message_factors: Mapping[Pass, float] | None = None,
     modes: Sequence[CellModes] | None = None,
 ) -> Simulation:
-    """Run legal programs against the clock.
+    """Return the times of all actions and messages of legal programs.
 
     Parameters
     ----------
     problem
         Gives the duration of every action, the links and the shared lanes.
     programs
-        Legal programs (see `optpipe.check.check`); their memory is not looked at here.
+        Legal programs (see `optpipe.check.check`); this function does not check their memory.
     durations
         Durations in ms that replace the problem's, for some or all actions: measured times, noise.
-        What hides in a pair grows and shrinks with its forward, and is at most its backward.
+        The hidden time of a pair scales with its forward, and is at most its backward.
     message_factors
-        What multiplies the time of the message with a pass's output, for some or all passes: both
-        how long it occupies a link and how long it takes.
+        Factor of the time of the message with a pass's output, for some or all passes: of both the
+        time that it occupies a link and the time until it arrives.
     modes
-        The modes of each program's cells, from a caller who has them: `check` returns them.
+        The modes of each program's cells, if the caller has them: `check` returns them.
 
     Raises
     ------
@@ -260,10 +265,10 @@ def simulate(
 class _LaneRun:
     """All lanes of all devices.
 
-    Devices advance as far as what they wait for is known, which may be far into the future. Only
-    transfers must be started in the order of time, because they compete for lanes: whenever no
-    device can advance, the transfer that can start first is started. Nobody still blocked can
-    issue an earlier one, since what blocks it ends no earlier than this one starts.
+    Each device advances until it waits for something of unknown end, perhaps far into the future.
+    Only transfers must start in the order of time, because they compete for lanes. Whenever no
+    device can advance, the transfer with the earliest start is started. No blocked device can issue
+    an earlier one, because what blocks it ends no earlier than this one starts.
     """
 
     def __init__(
@@ -459,7 +464,7 @@ class _TransferLanes:
         self._heads: list[tuple[float, _Issued]] = []
 
     def issue(self, item: _Issued) -> Times | None:
-        """Enqueue a transfer; return its times where nobody competes with it for its lane."""
+        """Enqueue a transfer; return its times if no other transfer competes for its lane."""
         self.issued.add(item.action)
         if len(self._keys_of(item)) == 1:
             return self._start(item)
@@ -503,7 +508,7 @@ class _TransferLanes:
 
 
 def _lane_keys(problem: Problem, device: int, kind: ActionType) -> tuple[str, ...]:
-    """Return what a transfer occupies: its direction, and whatever it shares that with."""
+    """Return the lanes that a transfer occupies: its direction, and those shared with others."""
     description = problem.devices[device]
     other = ActionType.RELOAD if kind is ActionType.OFFLOAD else ActionType.OFFLOAD
     keys = [f"device {device} {kind}"]
@@ -514,7 +519,7 @@ def _lane_keys(problem: Problem, device: int, kind: ActionType) -> tuple[str, ..
     return tuple(keys)
 
 
-# --- A schedule against the clock: lanes, bubbles and memory curves, for people and pictures.
+# --- A schedule over time: lanes, bubbles and memory curves, for text and pictures.
 
 Lane = Literal["compute", "d2h", "h2d", "grad_sync"]
 _LANES: dict[ActionType, Lane] = {ActionType.OFFLOAD: "d2h", ActionType.RELOAD: "h2d"}
@@ -552,7 +557,7 @@ def side_by_side(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline(ShortRepr):
-    """What happens when.
+    """The intervals, memory curves and messages of a run.
 
     Attributes
     ----------
@@ -662,7 +667,7 @@ def memory_curve(
     times: Iterable[Times],
     modes: CellModes | None = None,
 ) -> tuple[tuple[float, int], ...]:
-    """Return what a device holds from which moment on, in the form of `Timeline.memory`.
+    """Return the bytes that a device holds over time, in the form of `Timeline.memory`.
 
     The bytes are the program's under all times; ``times`` of its actions may be measured ones.
     """

@@ -1,9 +1,9 @@
 """A stage: a slice of the model, what one micro-batch costs there, and how it may be treated.
 
 Times are milliseconds, sizes bytes, bandwidths GB/s (1e9 bytes per second). Values are frozen and
-complete: what may be left out has its default once they exist. What stages may be together is
-`optpipe.problem.Problem`'s to say. Which of many modes are worth having in a menu says `choose`:
-those by which schedules come nearest to all.
+complete: the constructor fills in the defaults of optional fields. `optpipe.problem.Problem` has
+the rules between stages. `choose` selects the modes of a menu: the few with which schedules come
+closest to those with all modes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-# Limits stand first: behind a validator they would not get into the published JSON Schema.
+# Limits come first: after a validator they would not get into the published JSON Schema.
 Milliseconds = Annotated[
     float, Field(ge=0, le=_MAX_MS, allow_inf_nan=False), BeforeValidator(_number)
 ]
@@ -108,7 +108,7 @@ Flag = Annotated[bool, Field(strict=True)]
 _MOST_MODES = 64
 
 MOST_COSTS = 4096
-"""Most costs that a stage may have."""
+"""Maximum number of costs of a stage."""
 
 OF_STAGE = ("device", "static_bytes", "grad_sync_ms", "uniform_modes", "layers")
 """Fields that a stage has whatever the cost of a micro-batch."""
@@ -123,7 +123,7 @@ _OR_NULL: JsonDict = {"type": ["integer", "null"], "default": None}
 
 
 class FrozenValue(BaseModel):
-    """What the core's values have in common: frozen, no unknown fields, no NaN or infinity.
+    """Base of the core's values: frozen, no unknown fields, no NaN or infinity.
 
     Raises
     ------
@@ -147,7 +147,7 @@ class FrozenValue(BaseModel):
 
 
 class StageLayers(FrozenValue):
-    """What of a model a stage holds, each by count.
+    """The parts of a model that a stage holds, as counts.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ class StageLayers(FrozenValue):
         return self.embedding + self.transformer + self.head + self.mtp
 
     def plus(self, other: StageLayers) -> StageLayers:
-        """Return what two stages hold together."""
+        """Return the layers of two stages together."""
         return StageLayers(
             embedding=self.embedding + other.embedding,
             transformer=self.transformer + other.transformer,
@@ -247,9 +247,9 @@ class Mode(FrozenValue):
 
 
 class CellMode(NamedTuple):
-    """What a cell does in one mode, all defaults filled in; bytes, and ms.
+    """The treatment of a cell in one mode, all defaults filled in; in bytes and ms.
 
-    ``recompute`` is ``""`` where nothing is recomputed.
+    ``recompute`` is ``""`` if nothing is recomputed.
     """
 
     name: str
@@ -268,17 +268,17 @@ class CellMode(NamedTuple):
 
     @property
     def backward_bytes(self) -> int:
-        """What the cell holds when its I or B starts."""
+        """Bytes that the cell holds when its I or B starts."""
         return self.activation_bytes if self.recompute == "apart" else self.forward_bytes
 
     @property
     def least_bytes(self) -> int:
-        """The least that stays on the device between F and backward."""
+        """Minimum bytes that stay on the device between F and backward."""
         return self.forward_bytes - self.offload_bytes
 
     @property
     def inside_ms(self) -> float:
-        """By how much I or B, and not W, lasts longer, in ms."""
+        """By how much I or B lasts longer, in ms; W does not."""
         return self.recompute_ms if self.recompute == "inside" else 0.0
 
 
@@ -368,9 +368,9 @@ class Stage(FrozenValue):
         return build({name: getattr(given, name) for name in cls.model_fields} | menu)
 
     def settled_menu(self) -> dict[str, Any]:
-        """Return the fields that say the menu, filled in, as v1 says it where it can.
+        """Return the fields of the menu, filled in, in the form of v1 if that can express it.
 
-        Empty where the fields of v1 say it already. Raises ValueError, with rule and fix.
+        Empty if the fields of v1 define it already. Raises ValueError, with rule and fix.
         """
         if self.offload_bytes > self.activation_bytes:
             raise rule_broken(
@@ -433,7 +433,7 @@ class Stage(FrozenValue):
         return mode.model_copy(update=filled)
 
     def _as_v1(self, modes: tuple[Mode, ...]) -> dict[str, Any] | None:
-        """Return the fields of v1 that say a menu, None where v1 cannot.
+        """Return the fields of v1 for a menu, None if v1 cannot express it.
 
         v1 has no names: a mode called otherwise may mean a part of what v1's would, of some groups.
         """
@@ -474,10 +474,10 @@ class Stage(FrozenValue):
         return CellMode(activation_bytes=self.activation_bytes, **fields)
 
     def implied_mode(self, kind: str) -> int:
-        """Return the mode that an action asks for where no F names one: its index in the menu.
+        """Return the mode that an action implies if no F names one: its index in the menu.
 
-        In a menu that v1 can say, OFFLOAD, RELEASE and RELOAD ask for offload, RECOMPUTE for
-        recompute; everything else, and everything in other menus, for keep.
+        In a menu that v1 can express, OFFLOAD, RELEASE and RELOAD imply offload, and RECOMPUTE
+        implies recompute. Every other action, and every action in other menus, implies keep.
         """
         if kind in _TRANSFERS and self.offload_bytes:
             return 1
@@ -494,7 +494,7 @@ class Stage(FrozenValue):
 
     @property
     def busy_ms(self) -> float:
-        """Least compute time of one micro-batch, recompute aside: F + min(B, I + W)."""
+        """Minimum compute time of one micro-batch without recompute: F + min(B, I + W)."""
         split = self.backward_input_ms + self.backward_weight_ms
         return self.forward_ms + min(self.fused_backward_ms, split)
 
@@ -508,9 +508,9 @@ _TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 
 
 def least_stage(costs: Sequence[Stage]) -> Stage:
-    """Return the stage that takes the least of any cost, field by field, and only keeps.
+    """Return a stage with the minimum over all costs in each field, and with keep as its only mode.
 
-    Where any cost has more modes than keep, it holds no bytes.
+    If any cost has more modes than keep, the stage holds no bytes.
     """
     sizes = ("activation_bytes", "weight_context_bytes", *WORKSPACES)
     fields: dict[str, Any] = {
@@ -523,7 +523,7 @@ def least_stage(costs: Sequence[Stage]) -> Stage:
     return Stage.model_validate({**head, **fields, "uniform_modes": False})
 
 
-# --- Which of many modes are worth having in a menu: those by which schedules come nearest to all.
+# --- The selection of modes for a menu: those with which schedules come closest to all modes.
 
 
 class MenuOption(Protocol):
@@ -531,36 +531,37 @@ class MenuOption(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called; of equal ones the shortest name is taken."""
+        """Its name; of equal modes the one with the shortest name is taken."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes that it leaves on the device, one for each moment that matters; less is better.
 
-        What stays between F and backward comes first.
+        The first moment is between F and backward.
         """
 
     @property
     def forward_bytes(self) -> int:
-        """What F leaves."""
+        """Bytes that F leaves on the device."""
 
     @property
     def offload_bytes(self) -> int:
-        """What of it moves to the host and back."""
+        """Bytes of these that move to the host and back."""
 
     @property
     def recompute_ms(self) -> float:
-        """What making the rest again takes."""
+        """Duration of recomputing the rest."""
 
 
 Option = TypeVar("Option", bound=MenuOption)
 
 _SHARES = (0.0, 0.5, 1.0, math.inf)
-"""Of a transfer's time that a schedule cannot hide; infinite where nothing may move."""
+"""Shares of a transfer's time that a schedule cannot hide; infinite if nothing may move."""
 
 _LEVELS = 16
 _IMPOSSIBLE = 2.0
-"""What a mode counts that leaves too much, or moves what may not; the dearest possible is 1."""
+"""The cost of a mode that leaves too many bytes or may not transfer; the dearest other mode has 1.
+"""
 
 _NO_GAIN = 1e-6
 
@@ -574,25 +575,30 @@ def choose(
     first: Sequence[Option] = (),
     hidden_ms: float = math.inf,
 ) -> list[Option]:
-    """Return keep and the modes by which a schedule comes nearest to the best of all, cheaply.
+    """Return keep and the modes with which schedules come closest to the best with all options.
 
-    A mode costs its recomputation and a share of its transfers, at least of what exceeds the time
-    that can hide them. For each of some shares, and of levels of bytes that a cell may leave on the
-    device at each moment, there is a cheapest option. ``first`` come first, then the one that
-    leaves least at each moment; then always that by which the menu comes nearer to the cheapest,
-    all shares and levels together, until none brings it nearer. They are sorted by what they leave,
-    most first.
+    A mode costs its recomputation and a share of its transfer time, at least the part that exceeds
+    the time that can hide transfers. For each share, moment and limit of the bytes that a cell
+    leaves on the device at the moment, one option is the cheapest. The menu gets options in this
+    order:
+
+    1. ``first``.
+    2. The options that leave the fewest bytes at each moment.
+    3. Repeatedly the option that lowers the menu's costs most, summed over all shares and limits,
+       until none lowers them.
+
+    The result is sorted by the bytes left on the device, largest first.
 
     Parameters
     ----------
     most
-        Most modes, keep counted.
+        Maximum number of modes, with keep.
     transfer_ms
-        What a byte takes to the host and back.
+        Time of a byte to the host and back.
     first
         Options that are on the menu anyway, as far as ``most`` allows.
     hidden_ms
-        What transfers of one micro-batch may take besides computing it.
+        Time of one micro-batch's transfers that its computation can hide.
     """
     least = [option for option in options if option.forward_bytes <= keep.forward_bytes]
     front = list(dict.fromkeys([*first, *_front(least, keep)]))
@@ -629,7 +635,7 @@ def _order(option: MenuOption) -> tuple[int, float, str]:
 def _costs(
     front: Sequence[Option], keep: Option, transfer_ms: float, hidden_ms: float
 ) -> dict[Option, list[float]]:
-    """Return what each takes at each share, moment and level, in units of the dearest."""
+    """Return each option's cost at each share, moment and level, in units of the dearest."""
     found: dict[Option, list[float]] = {option: [] for option in front}
     for share in _SHARES:
         ms = {option: _option_cost(option, share, transfer_ms, hidden_ms) for option in front}
@@ -655,7 +661,7 @@ def _option_cost(option: MenuOption, share: float, transfer_ms: float, hidden_ms
 
 
 def _front(options: Sequence[Option], keep: Option) -> list[Option]:
-    """Return the options that no other beats in every number; of equal ones the shortest named."""
+    """Return the options that no other dominates; of equal ones that with the shortest name."""
     by_numbers: dict[tuple[float, ...], Option] = {}
     for option in sorted((keep, *options), key=lambda one: (len(one.name), one.name)):
         by_numbers.setdefault(_numbers(option), option)

@@ -1,8 +1,8 @@
 """Variations of a problem along axes: less memory, more micro-batches, a slower bus.
 
-An axis is a name and its values; a sweep is every combination of one value of each. Named axes
-change what belongs together, so that a sweep stays meaningful; a path such as
-``devices[*].memory_bytes`` or ``stages[3].forward_ms`` sets one field as it is.
+An axis is a name and its values; a sweep is every combination of one value of each. A named axis
+changes all fields that belong together, so that a sweep stays meaningful. A path such as
+``devices[*].memory_bytes`` or ``stages[3].forward_ms`` sets that field alone.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation
     """Return every combination of the axes' values, the last axis fastest.
 
     ``axes`` maps names (see `AXES`) or paths to values, in order. No axes: the problem alone.
-    Raises `InputError` if an axis is unknown, has no values or one twice, or one cannot be applied;
-    or a combination makes no valid problem: the message names its values and the rule.
+    Raises `InputError` if an axis is unknown, has no values or a repeated one, or a value cannot be
+    applied. A combination that makes no valid problem raises it, too; the message names its values
+    and the rule.
     """
     for name, values in axes.items():
         _check_axis(name, values)
@@ -211,7 +212,7 @@ def _set_placement(document: Document, value: Any) -> None:
 
 
 def _set_path(path: str) -> Callable[[Document, Any], None]:
-    """Return what sets a field by its path; ``[*]`` means every item."""
+    """Return a function that sets a field by its path; ``[*]`` means every item."""
 
     def apply(document: Document, value: Any) -> None:
         *steps, (last, index) = _steps(path)
@@ -267,17 +268,17 @@ AXES: dict[str, Callable[[Document, Any], None]] = {
     "offload": _set_offload,
     "recompute": _set_recompute,
 }
-"""Named axes: factors on what the problem says (``_scale``), or values of their own."""
+"""Named axes: factors on the problem's values (``_scale``), or values of their own."""
 
 
-# --- What memory buys: the best objective found, and the bound, over the memory limit.
-# Points belong to one *line* where their problems differ in nothing but the memory of devices.
-# Along a line both numbers carry over: programs that fit a limit fit every larger one and take the
-# same time there, as memory is a property of the programs (docs/specification.md, "Memory");
-# and a bound holds for every smaller limit too, as every schedule that fits there fits here. So
-# each point may show the best of all points with at most its memory, and the highest bound of all
-# with at least its memory, compared device by device. Where nothing fits, nothing fits a smaller
-# limit either.
+# --- The frontier of memory: the best objective found, and the bound, over the memory limit.
+# Points belong to one *line* if their problems differ in nothing but the memory of devices.
+# Along a line both numbers carry over. Memory is a property of the programs
+# (docs/specification.md, "Memory"), so programs that fit a limit fit every larger one and take the
+# same time there. A bound holds for every smaller limit too, as every schedule that fits there fits
+# here. So each point may show the best objective of all points with at most its memory, and the
+# highest bound of all with at least its memory, compared device by device. If nothing fits a limit,
+# nothing fits a smaller one either.
 
 _MEMORY_AXES = ("memory_gb", "memory_scale", "memory_bytes")
 
@@ -288,10 +289,10 @@ class Point:
 
     * ``index``: its place in the sweep.
     * ``family``: equal for problems of one line; see `family_of`.
-    * ``label``: what distinguishes its line from others, for people.
+    * ``label``: text that distinguishes its line from others.
     * ``memory_bytes``: the budget of each device.
-    * ``objective_ms``: of the best schedule found; None where there is none.
-    * ``bound_ms``: proven lower bound of the objective; None where nothing is proven.
+    * ``objective_ms``: of the best schedule found; None if there is none.
+    * ``bound_ms``: proven lower bound of the objective; None if nothing is proven.
     * ``is_infeasible``: whether it is proven that there is no schedule.
     """
 
@@ -311,7 +312,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierLine:
-    """Points of one family from the least memory to the most; numbers carried over."""
+    """Points of one family, from the smallest memory to the largest, with numbers carried over."""
 
     label: str
     points: tuple[Point, ...]
@@ -341,7 +342,7 @@ def memory_of(problem: Problem) -> tuple[int, ...]:
 
 
 def family_of(problem: Problem) -> str:
-    """Return what is equal for problems that differ in names and the memory of devices alone."""
+    """Return a key that is equal for problems that differ only in names and device memory."""
     data = problem.model_dump(mode="json", by_alias=True, exclude={"name"})
     for device in data["devices"]:
         del device["memory_bytes"], device["name"]
@@ -350,7 +351,7 @@ def family_of(problem: Problem) -> str:
 
 
 def label_of(values: Mapping[str, Any], name: str) -> str:
-    """Return what distinguishes a line from others: the values on all axes but memory's.
+    """Return a text that distinguishes a line: the values on all axes but memory's.
 
     Without axes it is the problem's name; where memory is the only axis, there is but one line.
     """
@@ -396,21 +397,21 @@ def _fits(point: Point, other: Point) -> bool:
     return all(memory <= limit for memory, limit in pairs)
 
 
-# --- Which problems of a sweep are relaxations of others: what is legal in the *tighter* one is
-# legal in the looser one, and no longer there.
-# *Argument.* Memory is a property of the program: what a cell holds in each state, what an action
-# needs beside, and the static bytes are compared one by one, and no limit is lower. Where no lanes
-# are shared every start is the maximum of sums of durations, so that shorter ones delay nothing;
-# and transfers that need not share a lane wait for nobody. Lanes that are shared go to whoever asks
-# first, and a span begins with a device's first action: there sooner can be worse, and times must
-# be equal.
+# --- Which problems of a sweep are relaxations of others: programs that are legal in the *tighter*
+# one are legal in the looser one, and take no longer there.
+# *Argument.* Memory is a property of the program. The bytes of a cell in each state, the workspaces
+# of actions, and the static bytes are compared one by one, and no limit is lower. If no lanes are
+# shared, every start is the maximum of sums of durations, so shorter durations delay nothing, and
+# transfers do not wait for others. A shared lane goes to the first transfer that is issued, and a
+# span begins with a device's first action. There an earlier start can be worse, so times must be
+# equal.
 
 
 class _Demands(NamedTuple):
-    """What a problem asks of programs; less of it is looser.
+    """The demands of a problem on programs; smaller demands are looser.
 
-    ``shape``: must be equal. ``sizes``, ``times``: bytes and ms, infinite where something is not
-    allowed, limits negative. ``lanes``: which transfers share, None where none do.
+    ``shape``: must be equal. ``sizes``, ``times``: bytes and ms, infinite if something is not
+    allowed, limits negative. ``lanes``: which transfers share lanes, None if none do.
     """
 
     shape: Hashable
@@ -424,8 +425,8 @@ class _Demands(NamedTuple):
 def tighter_ones(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
     """Return for each problem the indices of the others that it is a relaxation of.
 
-    Their programs are legal in it, and their objective is no larger there. Equal problems are each
-    other's; else who has fewer of them comes before all that are looser.
+    Their programs are legal in it, and their objective is no larger there. Equal problems are
+    relaxations of each other. Otherwise the tighter of two problems has fewer indices.
     """
     demands = [_demands(problem) for problem in problems]
     return [
@@ -510,7 +511,7 @@ def _demands(problem: Problem) -> _Demands:
 
 
 def _menu_shape(stage: Stage) -> Hashable:
-    """What of a menu must be equal for programs that name its modes; of v1's they name none."""
+    """Return the parts of a menu that must be equal, as programs name its modes; v1 names none."""
     if not stage.modes:
         return stage.uniform_modes
     actions = tuple((mode.offload_bytes > 0, mode.recompute) for mode in stage.menu)

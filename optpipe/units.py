@@ -1,4 +1,4 @@
-"""How pictures, tables and notebooks write times, sizes, shares and results."""
+"""Formats of times, sizes, shares and results in pictures, tables and notebooks."""
 
 from __future__ import annotations
 

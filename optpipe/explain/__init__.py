@@ -1,8 +1,10 @@
-"""Why a schedule is as long as it is, and what changed between two: pure, without a solver.
+"""Why a schedule is as long as it is, and the changes between two: pure, without a solver.
 
-`values` (what an explanation holds), `reasons` (why each action starts when it does, the critical
-path, how much slower each lane may become), `memory` (why each offload was chosen), `explanation`;
-beside them `diff`.
+* `values`: the data of an explanation.
+* `reasons`: why each action starts when it does, the critical path, and slack of lanes.
+* `memory`: why each offload was chosen.
+* `explanation`: makes an explanation of these.
+* `diff`: the changes between two schedules or problems.
 """
 
 from optpipe.explain.diff import (

@@ -1,4 +1,4 @@
-"""What changed between two schedules, and what it cost."""
+"""The changes between two schedules, and their cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class PlacementChange(FrozenValue):
-    """A stage on another device; None where only one of the two schedules has the stage."""
+    """A stage on another device; None if only one of the two schedules has the stage."""
 
     stage: int
     before: int | None
@@ -54,8 +54,11 @@ class PlacementChange(FrozenValue):
 class ModeChange(FrozenValue):
     """Micro-batches of a stage that are treated, or whose backward runs, in another way.
 
-    Either is ``kept``, ``offloaded``, ``recomputed`` or ``mode <n>``, as the programs say, or it is
-    ``split (I, W)`` or ``fused (B)``, or runs ``alone`` or ``with F of stage <n>``.
+    A value is one of:
+
+    * ``kept``, ``offloaded``, ``recomputed`` or ``mode <n>``, as the programs say;
+    * ``split (I, W)`` or ``fused (B)``;
+    * ``alone`` or ``with F of stage <n>``.
     """
 
     stage: int
@@ -65,12 +68,12 @@ class ModeChange(FrozenValue):
 
 
 class OrderChange(FrozenValue):
-    """One program that is not the same in both.
+    """A program that differs between two schedules.
 
-    * ``moved``: least number of actions that must be moved to turn one order into the other, among
-      those that both have.
+    * ``moved``: minimum number of the actions of both that must move to turn one order into the
+      other.
     * ``common``, ``removed``, ``added``: actions that both have, only the first, only the second.
-    * ``cell``, ``before``, ``after``: the first cell that differs and what stands there; None past
+    * ``cell``, ``before``, ``after``: the first cell that differs and its text in either; None past
       the end of a program.
     """
 
@@ -85,7 +88,7 @@ class OrderChange(FrozenValue):
 
 
 class Cost(FrozenValue):
-    """One number before and after; ``unit`` is ms, bytes or share, None where it is not known."""
+    """One number before and after; ``unit`` is ms, bytes or share, None if it is not known."""
 
     name: str
     unit: Literal["ms", "bytes", "share"]
@@ -94,9 +97,9 @@ class Cost(FrozenValue):
 
 
 class ScheduleDifference(ShortRepr, FrozenValue):
-    """What changed from one schedule to another; empty for equal programs, and only for them.
+    """The changes from one schedule to another; empty for equal programs, and only for them.
 
-    ``costs`` hold what is known of either, changed or not.
+    ``costs`` hold all known costs of either, changed or not.
     """
 
     format: Literal["optpipe/difference/v1"] = "optpipe/difference/v1"
@@ -117,7 +120,7 @@ class ScheduleDifference(ShortRepr, FrozenValue):
 def compare_programs(
     before: Programs, after: Programs, costs: Iterable[Cost] = ()
 ) -> ScheduleDifference:
-    """Return what changed from one set of programs to another.
+    """Return the changes from one set of programs to another.
 
     They need not be legal, nor be for the same problem: stages are compared by their numbers,
     programs by their devices'.
@@ -139,7 +142,7 @@ def compare_programs(
 
 
 class _Facts(NamedTuple):
-    """What a set of programs says of its stages and (stage, micro-batch) pairs."""
+    """The placement of stages and the treatment of (stage, micro-batch) pairs in programs."""
 
     devices: dict[int, int]
     treatments: dict[tuple[int, int], str]
@@ -188,7 +191,7 @@ def _mode_changes(
     before: Mapping[tuple[int, int], str],
     after: Mapping[tuple[int, int], str],
 ) -> tuple[ModeChange, ...]:
-    """Return what became of the pairs that both have, gathered by stage and change."""
+    """Return the changes of the pairs that both have, grouped by stage and change."""
     changed: dict[tuple[int, str, str], list[int]] = defaultdict(list)
     for stage, microbatch in sorted(before.keys() & after.keys()):
         old, new = before[stage, microbatch], after[stage, microbatch]
@@ -221,10 +224,10 @@ def _order_change(device: int, before: Program, after: Program) -> OrderChange:
 
 
 def num_moved(before: Sequence[Action], after: Sequence[Action]) -> int:
-    """Return how few actions must be moved to turn one order of them into the other.
+    """Return the minimum number of actions that must move to turn one order into the other.
 
-    That is all but a longest common subsequence; since no action stands twice, it is a longest
-    increasing subsequence of places, found by patience sorting in O(n log n).
+    These are all actions but a longest common subsequence. No action occurs twice, so that is a
+    longest increasing subsequence of places, which patience sorting finds in O(n log n).
     """
     place = {action: index for index, action in enumerate(before)}
     tails: list[int] = []
@@ -235,17 +238,17 @@ def num_moved(before: Sequence[Action], after: Sequence[Action]) -> int:
     return len(place) - len(tails)
 
 
-# --- What changed between two problems, field by field, and what it costs at least.
+# --- The changes between two problems, field by field, and their minimum cost.
 
 _INDEX = re.compile(r"\[(\d+)\]")
 _KEYS = {"links": ("from", "to"), "hosts": ("name",)}
 
 
 class FieldChange(FrozenValue):
-    """A field with another value; None where the problem lacks what it belongs to.
+    """A field with another value; None if the problem lacks the field's owner.
 
-    ``path`` is as in errors and sweeps, ``devices[2].memory_bytes``; fields of several devices or
-    stages that change alike stand in one, ``devices[0..3].memory_bytes``.
+    ``path`` is as in errors and sweeps, ``devices[2].memory_bytes``. Fields of several devices or
+    stages that change alike are one path, ``devices[0..3].memory_bytes``.
     """
 
     path: str
@@ -254,9 +257,9 @@ class FieldChange(FrozenValue):
 
 
 class ProblemDifference(ShortRepr, FrozenValue):
-    """What changed from one problem to another; empty where both have the same problem_hash.
+    """The changes from one problem to another; empty if both have the same problem_hash.
 
-    ``costs`` hold what follows from the problems alone, changed or not.
+    ``costs`` hold the numbers that follow from the problems alone, changed or not.
     """
 
     format: Literal["optpipe/difference/v1"] = "optpipe/difference/v1"
@@ -273,7 +276,7 @@ class ProblemDifference(ShortRepr, FrozenValue):
 def compare_problems(
     before: Problem, after: Problem, costs: Iterable[Cost] = ()
 ) -> ProblemDifference:
-    """Return what changed from one problem to another.
+    """Return the changes from one problem to another.
 
     Devices and stages are compared by number, hosts by name, links by the pair they connect. The
     name of the problem, which is not in its hash, is not looked at.
@@ -288,11 +291,11 @@ def compare_problems(
 
 
 def problem_costs(before: Problem, after: Problem) -> tuple[Cost, ...]:
-    """Return what follows from each problem alone.
+    """Return the numbers that follow from each problem alone.
 
-    The compute time of the busiest device (no schedule is shorter), the bytes of all activations of
-    one step together, and the bytes there are for them: memory less reserved and static bytes,
-    summed over devices.
+    * The compute time of the busiest device; no schedule is shorter.
+    * The bytes of all activations of one step together.
+    * The bytes free for them: memory less reserved and static bytes, summed over devices.
     """
     return _joined(_numbers(before), _numbers(after))
 
@@ -328,7 +331,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _gathered(changes: Iterable[FieldChange]) -> Iterator[FieldChange]:
-    """Put changes together that are the same but for the number of the device or stage."""
+    """Group changes that are the same except for the number of the device or stage."""
     alike: dict[tuple[str, str], list[FieldChange]] = defaultdict(list)
     for change in changes:
         values = json.dumps([change.before, change.after])
@@ -349,17 +352,19 @@ _Row = tuple[Literal["ms", "bytes", "share"], float | int | None]
 
 
 def schedule_costs(problem: Problem, before: Programs, after: Programs) -> tuple[Cost, ...]:
-    """Return what two legal schedules of a problem cost.
+    """Return the costs of two legal schedules of a problem.
 
-    Makespan and span, bubble rates of both, the memory peaks of devices and hosts, the bytes moved
-    to the hosts, the time spent on RECOMPUTE, and the idle time by cause (as `idle_times`, summed
-    over devices; causes that neither has are left out).
+    * Makespan and span, and the bubble rates of both.
+    * The memory peaks of devices and hosts, and the bytes moved to the hosts.
+    * The time spent on RECOMPUTE.
+    * The idle time by cause (as `idle_times`, summed over devices), without causes that neither
+      has.
     """
     return _joined(_measured(problem, before), _measured(problem, after))
 
 
 def record_costs(before: Schedule | None, after: Schedule | None) -> tuple[Cost, ...]:
-    """Return what two schedules say of themselves; nothing where neither says anything."""
+    """Return the costs recorded in two schedules, without those that neither has."""
     return _joined(_said(before), _said(after))
 
 

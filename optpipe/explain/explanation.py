@@ -1,4 +1,4 @@
-"""``explain``: what limits a schedule, in numbers and in words that say what the numbers say."""
+"""``explain``: the limits of a schedule, in numbers and in sentences made of these numbers."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def explain(
     bound_ms: float | None = None,
     run: Simulation | None = None,
 ) -> Explanation:
-    """Return what limits a schedule.
+    """Return the limits of a schedule.
 
     * ``problem``, ``programs``: legal programs (see `optpipe.check.check`) of this problem.
     * ``bound_ms``: proven lower bound of the objective, where one is known.
-    * ``run``: what `simulate` says of the programs, from a caller who has it.
+    * ``run``: the result of `simulate` for the programs, if the caller has it.
 
     Raises `IllegalScheduleError` if the programs get stuck.
     """
@@ -103,7 +103,7 @@ def _critical_path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
 
 _MOST_LINES = 12
 _MOST_SLACKS = 1_000_000
-"""Nodes times lanes for which slacks are told: about a second."""
+"""Maximum nodes times lanes for which slacks are computed: about a second."""
 _SATURATED = 0.95
 """Share of the length from which on a lane is called saturated."""
 
@@ -187,7 +187,7 @@ def _lanes(problem: Problem, explanation: Explanation) -> Iterator[str]:
 
 
 def _pairs(problem: Problem, programs: Programs) -> Iterator[str]:
-    """Say per device and kind of pair how often what hid behind what, the most first."""
+    """Yield sentences about the pairs that ran, by device and kind, most hidden time first."""
     if not problem.pairs:
         return
     used: dict[tuple[int, int, int, str], int] = defaultdict(int)
@@ -217,7 +217,7 @@ def _pairs(problem: Problem, programs: Programs) -> Iterator[str]:
 
 
 def _slack(problem: Problem, explanation: Explanation) -> Iterator[str]:
-    """Lanes of one kind that may become slower by the same, in whole percent, stand together."""
+    """Yield a line per group of lanes of one kind with equal slack in whole percent."""
     alike: dict[tuple[str, ...], list[LaneSlack]] = defaultdict(list)
     for slack in explanation.slacks:
         alike[slack.group or "", slack.lane, _percent(slack)].append(slack)
@@ -234,14 +234,14 @@ def _slack(problem: Problem, explanation: Explanation) -> Iterator[str]:
 
 
 def _percent(slack: LaneSlack) -> str:
-    # Rounded down: what is said may be lost may be lost.
+    # Rounded down, so that the lane may really become that much slower.
     return f"{math.floor(100 * (slack.factor - 1) + 1e-6):,}"
 
 
 def _most_used(explanation: Explanation) -> list[list[LaneUse]]:
     """Return the lanes that are shown: the most used of all, and of each kind.
 
-    Lanes of one kind whose shares read the same, in whole percent, stand together.
+    Lanes of one kind with equal shares, in whole percent, are one group.
     """
     alike: dict[tuple[str, ...], list[LaneUse]] = defaultdict(list)
     for use in explanation.lanes:
@@ -344,7 +344,7 @@ _KINDS: dict[PieceKind, str] = {
 def _path_sentences(problem: Problem, path: CriticalPath) -> Iterator[str]:
     """Yield a summary of the path, then its runs in the order of time.
 
-    Of many runs the longest are told, and between them how much time the others take.
+    Of many runs the longest are listed, and between them the time of the others.
     """
     if not path.runs:
         return
@@ -479,7 +479,7 @@ def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
 
 
 def _effort(problem: Problem, relief: StageRelief) -> str:
-    """Return what a mode costs: ms on the transfer lanes, ms of recomputation."""
+    """Return the costs of a mode: ms on the transfer lanes, ms of recomputation."""
     s, named = relief.stage, relief.mode or relief.kind
     menus = (menu[s] for menu in problem.menus_by_cost)
     mode = next(mode for menu in menus for mode in menu if mode.name == named)
@@ -556,7 +556,7 @@ def _device_names(problem: Problem, devices: Sequence[int]) -> str:
 
 
 def _device_name(problem: Problem, device: int) -> str:
-    """Return what people call a device."""
+    """Return the name of a device in sentences."""
     return problem.devices[device].name
 
 

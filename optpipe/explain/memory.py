@@ -1,11 +1,13 @@
 """Why each offload, recomputation or other mode was chosen: what would not fit without it.
 
-Memory is a property of the program, so this is a question to the memory walk alone. A cell that is
-not kept lowers what its device holds between its own actions: an offload from its RELEASE up to its
-RELOAD, a recomputation from its F up to its RECOMPUTE or its backward, by what F would else keep.
-Taken out, so that the cell is kept with all else as it is, exactly these actions hold so much more
-(or less, where the mode holds more while its backward runs), and its transfers and its RECOMPUTE
-are gone.
+Memory is a property of the program, so the memory of its actions alone gives the answer. A cell
+that is not kept lowers the bytes that its device holds between its own actions:
+
+* an offload from its RELEASE up to its RELOAD;
+* a recomputation from its F up to its RECOMPUTE or its backward, by what F would else keep.
+
+If the cell is kept and all else stays as it is, exactly these actions hold so much more. They hold
+less if the mode holds more while its backward runs. Its transfers and its RECOMPUTE are gone.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class _Relief(NamedTuple):
 def stage_reliefs(
     problem: Problem, programs: Programs, peaks: Peaks | None = None
 ) -> tuple[StageRelief, ...]:
-    """Return what every stage does not keep, in the order of stages.
+    """Return the cells that each stage does not keep, in the order of stages.
 
     Each is judged against the memory of its device alone:
 
@@ -67,7 +69,7 @@ def stage_reliefs(
       found by taking out one after the other, in the order of the program, what still can be.
     * INTERCHANGEABLE: it could be taken out alone, but not together with the unneeded ones.
 
-    ``peaks`` are what `program_peaks` returns, from a caller who has them.
+    ``peaks`` is the result of `program_peaks`, if the caller has it.
     """
     known = peaks or program_peaks(problem, programs)
     found: list[StageRelief] = []
@@ -157,8 +159,8 @@ def _judge(
 def _unneeded(peaks: NDArray[np.int64], reliefs: Sequence[_Relief], limit: int) -> set[_Relief]:
     """Return a set of reliefs without all of which the device fits, none of them needed.
 
-    Taking out a RECOMPUTE also takes out its workspace, and what was needed for that alone would
-    then seem unneeded: so those needed as things are do not get in.
+    Taking out a RECOMPUTE also takes out its workspace. A relief that is needed for that workspace
+    alone would then seem unneeded. So reliefs that the unchanged program needs are left out.
     """
     without = peaks.copy()
     found = set()
@@ -222,7 +224,7 @@ Peaks: TypeAlias = list[list[int]]
 
 
 def program_peaks(problem: Problem, programs: Programs) -> Peaks:
-    """Return, per device, the most that is held at each of its actions, in bytes."""
+    """Return, per device, the maximum bytes that it holds at each of its actions."""
     return [
         [step.peak for step in memory_walk(problem, device, program)]
         for device, program in enumerate(programs)
@@ -234,7 +236,7 @@ def device_memories(
 ) -> tuple[DeviceMemory, ...]:
     """Return, per device, the peak of its program and what it may hold at most.
 
-    ``peaks`` are what `program_peaks` returns, from a caller who has them.
+    ``peaks`` is the result of `program_peaks`, if the caller has it.
     """
     known = peaks or program_peaks(problem, programs)
     return tuple(
@@ -267,6 +269,6 @@ def host_memories(problem: Problem, programs: Programs) -> tuple[HostMemory, ...
 
 
 def tightest_device(problem: Problem, programs: Programs) -> int:
-    """Return the device with a program and the least headroom; of equals the first."""
+    """Return the device with the smallest headroom of all with a program; of equals the first."""
     memories = [memory for memory in device_memories(problem, programs) if programs[memory.device]]
     return min(memories, key=lambda memory: memory.headroom_bytes).device

@@ -1,13 +1,13 @@
 """Why each action starts when it does, and how much slower each lane may become before it matters.
 
-The simulator starts everything as soon as possible, so every start is 0 or the end of something
-else, plus the time on a link where data crosses one; the same floats, not merely close ones.
+The simulator starts everything as soon as possible. So every start is 0 or the end of something
+else, plus the time on a link if data crosses one. The floats are equal, not merely close.
 
-Slack is exact. All that runs is a node of a graph: actions, messages on links, gradient reductions;
-each begins when the last of those before it has ended, in its program and on its lanes in the order
-of this run. If everything on one lane takes ``f`` times as long, the length is the longest path,
-which is convex and piecewise linear in ``f``; where it leaves the length of today is found by
-Newton's method from the right, for all lanes in one walk over the nodes.
+Slack is exact. The nodes of a graph are the actions, messages on links and gradient reductions. A
+node begins when the last of its predecessors has ended: in its program, and on its lanes in the
+order of this run. If everything on one lane takes ``f`` times as long, the length is the longest
+path, which is convex and piecewise linear in ``f``. Newton's method from the right finds the ``f``
+at which the length begins to grow, for all lanes in one pass over the nodes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 # one direction of a PCIe group; and a link to another device on which messages queue.
 
 _DIGITS = 9
-"""Of shares that are told apart: sums of the same durations in another order differ by rounding."""
+"""Digits of shares that count: sums of the same durations in another order differ by rounding."""
 
 _DIRECTIONS: dict[ActionType, Literal["d2h", "h2d"]] = {
     ActionType.OFFLOAD: "d2h",
@@ -93,11 +93,11 @@ def lanes_of(problem: Problem, device: int, kind: ActionType) -> tuple[OccupiedL
 def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[LaneUse, ...]:
     """Return all compute lanes and every other lane that is used, the most occupied first.
 
-    ``busy_ms`` is the sum of the durations of what runs on the lane, RECOMPUTE included; ``share``
-    is busy_ms / length, length = the problem's objective, and at most 1. That is so under span as
-    well, but for links: a device uses its own lanes between its first start and its last end, and
-    every transfer lies between 0F and 0B, or 0I, of its micro-batch, so within those of the device
-    of stage 0. Ties stand in the order of devices.
+    ``busy_ms`` is the sum of the durations of what runs on the lane, RECOMPUTE included. ``share``
+    is busy_ms / length, where length is the problem's objective; it is at most 1. Under span, too:
+    a device uses its own lanes between its first start and its last end. Every transfer lies
+    between 0F and 0B, or 0I, of its micro-batch, so within those of the device of stage 0. Ties are
+    in the order of devices.
     """
     busy: dict[OccupiedLane, float] = defaultdict(float)
     for device, program in enumerate(programs):
@@ -118,7 +118,7 @@ def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[La
 
 
 def lane_use(problem: Problem, lane: OccupiedLane, busy_ms: float, length_ms: float) -> LaneUse:
-    """Return a lane as it is told to people."""
+    """Return how much of a length a lane is used, with the devices that share the lane."""
     devices: tuple[int, ...] = (lane.device,)
     if lane.target >= 0:
         devices = (lane.device, lane.target)
@@ -138,7 +138,7 @@ _TRANSFERS = frozenset({ActionType.OFFLOAD, ActionType.RELOAD})
 
 
 class Why(StrEnum):
-    """What an action waited for."""
+    """The kinds of things that an action waits for."""
 
     PROGRAM = "the action before it in its program"
     INPUT = "the output of another stage"
@@ -148,14 +148,14 @@ class Why(StrEnum):
 
 
 class Spot(NamedTuple):
-    """Where an action stands: ``programs[device][cell]``."""
+    """The position of an action: ``programs[device][cell]``."""
 
     device: int
     cell: int
 
 
 class WaitReason(NamedTuple):
-    """What an action waited for, and where that stands."""
+    """The thing that an action waited for, and its position."""
 
     why: Why
     spot: Spot
@@ -183,11 +183,11 @@ class Reasons:
             self._before.append(self._read(device, program))
 
     def action(self, spot: Spot) -> Action:
-        """Return the action that stands there."""
+        """Return the action at a position."""
         return self._programs[spot.device][spot.cell]
 
     def times(self, spot: Spot) -> Times:
-        """Return when it happens."""
+        """Return the times of the action at a position."""
         return self._run.times[spot.device][spot.cell]
 
     def compute_cells(self, device: int) -> list[int]:
@@ -206,10 +206,10 @@ class Reasons:
         return (action,) if other is None else (action, other)
 
     def waiter(self, spot: Spot) -> Action:
-        """Return which of the actions that start together there waited longest; the one that does.
+        """Return the action that waited longest, of those that start together at a position.
 
-        Of a pair that waits the first of these: whose input came at its start, whose transfer ended
-        there.
+        Of a pair that waits, it is the action whose input arrived at its start, else the one whose
+        transfer ended then.
         """
         together, at = self._together(spot), self.times(spot)
         if len(together) == 1 or at.start == at.issue:
@@ -221,11 +221,11 @@ class Reasons:
         return next(action for action in together if action.type.is_backward)
 
     def of(self, spot: Spot) -> WaitReason | None:
-        """Return why the action there starts no earlier; None where it starts with the clock.
+        """Return why the action at a position starts no earlier; None if it starts at time 0.
 
-        Of several reasons at once the first of these: its own program, the output of another
-        stage, its transfer. A transfer that waits has the one that left its lane last as reason;
-        QUEUE, with the action that issued it, where rounding hides which one that was.
+        Of several reasons, it is the first of these: its own program, the output of another stage,
+        its transfer. A transfer in a queue waited for the last transfer that left its lane. If
+        rounding hides which one that was, the reason is QUEUE, with the action that issued it.
         """
         at = self.times(spot)
         before = self._before[spot.device][spot.cell]
@@ -243,7 +243,7 @@ class Reasons:
         return WaitReason(Why.TRANSFER, self._transfers[_awaited(action)])
 
     def input_spot(self, action: Action) -> Spot | None:
-        """Return where the pass stands whose output an action needs."""
+        """Return the position of the pass whose output an action needs."""
         needed = input_of(action, len(self._problem.stages))
         return None if needed is None else self._passes[needed]
 
@@ -270,7 +270,7 @@ class Reasons:
         return found
 
     def spot_of(self, completed: Pass) -> Spot:
-        """Return where the action stands that completes a pass."""
+        """Return the position of the action that completes a pass."""
         return self._passes[completed]
 
     def taker_of(self, producer: Pass) -> Action:
@@ -279,7 +279,7 @@ class Reasons:
         return self.action(self._passes[producer._replace(stage=producer.stage + step)])
 
     def _read(self, device: int, program: tuple[Action, ...]) -> list[int]:
-        """Note where passes and transfers stand; return what precedes each on the compute lane."""
+        """Store positions of passes and transfers; return each cell's compute predecessor."""
         before: list[int] = []
         last = -1
         for cell, action in enumerate(program):
@@ -295,7 +295,10 @@ class Reasons:
 
     @cached_property
     def _ended(self) -> dict[tuple[OccupiedLane, float], list[Spot]]:
-        """What left a lane when; asked for only where a transfer waited on the critical path."""
+        """The transfers that left a lane, by lane and time.
+
+        Needed only if a transfer on the critical path waited.
+        """
         ended: dict[tuple[OccupiedLane, float], list[Spot]] = defaultdict(list)
         for spot in sorted(self._transfers.values()):
             for lane in lanes_of(self._problem, spot.device, self.action(spot).type):
@@ -303,10 +306,10 @@ class Reasons:
         return ended
 
     def _ahead_of(self, spot: Spot, action: Action) -> Spot | None:
-        """Return what left a lane of this transfer at the moment it started.
+        """Return the transfer that left a lane of this transfer at the moment it started.
 
-        Only what began earlier counts: a transfer so short that it takes no time in floats could
-        else be its own reason.
+        Only a transfer that began earlier counts: otherwise one that takes no time in floats could
+        be its own reason.
         """
         start = self.times(spot).start
         for lane in lanes_of(self._problem, spot.device, action.type):
@@ -414,14 +417,14 @@ def critical_path(
     """Return the pieces of the chain that makes the length, in the order of time.
 
     Under makespan the chain leads from 0 to the last end of all (of several devices that end
-    together, the first). Under span it leads from the first start of the device with the longest
-    way from there to its last end (again the first of equals); what of a piece lies before that
-    start is cut off, for it costs nothing.
+    together, the first). Under span it leads from the first start to the last end of the device
+    with the longest time between the two (of equal devices, the first). The part of a piece before
+    that start is cut off, because it costs nothing.
 
-    Each piece begins exactly where the one before ends, so their lengths sum to the length. Each
-    waited for the one before, and for nothing later: see `Reasons.of`, also for which of several
-    such chains this is. Making a piece shorter shortens the schedule only if it is on all of them.
-    ``reasons`` are those of this very simulation, from a caller who has them.
+    Each piece begins exactly when the previous one ends, so their lengths sum to the length. Each
+    waited for the previous one, and for nothing later. `Reasons.of` also defines which of several
+    such chains this is. A shorter piece shortens the schedule only if it is on all of them.
+    ``reasons`` are those of ``run``, if the caller has them.
     """
     device, begin = _ends_last(problem, run)
     pieces: list[Piece] = []
@@ -500,9 +503,12 @@ def _step(reasons: Reasons, spot: Spot) -> Generator[Piece, None, Spot | None]:
 def runs_of(pieces: Sequence[Piece]) -> tuple[PathRun, ...]:
     """Return the runs of a critical path, in order; every piece is in exactly one of them.
 
-    From each point on, the run is the longer of two, counted in actions: what one device computes
-    without a wait, or the way of one micro-batch through neighbouring stages, links included; of
-    equals the former. A link belongs to what it leads to.
+    From each point on, the run is the longer of two, counted in actions; of equals, the first:
+
+    * the actions that one device computes without a wait;
+    * the path of one micro-batch through neighbouring stages, links included.
+
+    A link belongs to the action that it leads to.
     """
     return tuple(_gathered(pieces))
 
@@ -572,11 +578,11 @@ _EXACT = 1e-9
 def lane_slacks(
     problem: Problem, programs: Programs, run: Simulation, *, most: int | None = None
 ) -> tuple[LaneSlack, ...]:
-    """Return what each lane that is used may lose before the objective grows, the least first.
+    """Return how much slower each used lane may become before the objective grows, in rising order.
 
     Orders stay those of ``run``, also of transfers that share a PCIe group or a half-duplex device.
-    On a link the bytes slow down, not the latency. ``most``: where nodes x lanes are more, nothing
-    is returned; a million take about a second.
+    On a link the bytes slow down, not the latency. If nodes x lanes exceed ``most``, the result is
+    empty; a million take about a second.
     """
     graph = _PathGraph(problem, programs, run)
     if most is not None and graph.size > most:
@@ -609,7 +615,7 @@ class _PathNode(NamedTuple):
 
 
 class _PathGraph:
-    """All nodes of a run in an order in which each stands behind those before it."""
+    """All nodes of a run, in an order in which each node comes after its predecessors."""
 
     def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
         self._problem = problem
@@ -671,7 +677,7 @@ class _PathGraph:
         return producer, link.latency_ms
 
     def _take_turns(self, programs: Programs, run: Simulation) -> None:
-        """On each lane, and on links that queue, one thing at a time, as it was."""
+        """Add the order of this run on each lane, and on links that queue."""
         queues: dict[object, list[tuple[float, float, int, int, Action]]] = defaultdict(list)
         for device, (program, row) in enumerate(zip(programs, run.times, strict=True)):
             for position, (action, at) in enumerate(zip(program, row, strict=True)):
@@ -704,7 +710,7 @@ class _PathGraph:
             self._lasts[sync.device][1:] = [key]
 
     def use_of(self, lane: OccupiedLane) -> LaneUse:
-        """Return a lane as it is told to people."""
+        """Return the use of a lane, without a share."""
         return lane_use(self._problem, lane, self.busy_ms[lane], 0.0)
 
     def lengths(self, factors: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
@@ -733,7 +739,7 @@ class _PathGraph:
     def _own(
         self, key: Hashable, factors: NDArray[np.float64], column: dict[OccupiedLane, int]
     ) -> NDArray[np.float64]:
-        """Return what a node adds to its start, and how it grows."""
+        """Return the time that a node adds to its start, and how it grows."""
         lanes, ms, _ = self._nodes[key]
         own = np.array([np.full(len(factors), ms), np.zeros(len(factors))])
         for lane in lanes if ms > 0 else ():

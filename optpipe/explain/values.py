@@ -1,7 +1,7 @@
-"""What an explanation holds (``optpipe/explanation/v1``): numbers first, sentences made of them.
+"""The values of an explanation (``optpipe/explanation/v1``): numbers, and sentences made of them.
 
 Times are ms on the clock of `optpipe.simulate`, which starts at 0; sizes are bytes; devices and
-stages are indices into the problem. What each number means exactly is said where it is made.
+stages are indices into the problem. The functions that make the numbers define them exactly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Topic = Literal[
 
 
 class IdleCause(StrEnum):
-    """Why a compute lane stood idle; `optpipe.explain.reasons` says what is counted as what."""
+    """Why a compute lane was idle; `optpipe.explain.reasons` defines the causes."""
 
     WARM_UP = "warm-up"
     FORWARD = "forward from upstream"
@@ -96,7 +96,7 @@ class PathRun(FrozenValue):
 
     @property
     def length_ms(self) -> float:
-        """What the run contributes to the length."""
+        """The part of the length that the run takes, in ms."""
         return self.end_ms - self.start_ms
 
 
@@ -150,7 +150,7 @@ class DeviceMemory(FrozenValue):
 
     @property
     def headroom_bytes(self) -> int:
-        """What is never used."""
+        """Bytes that are never used."""
         return self.limit_bytes - self.peak_bytes
 
 
@@ -176,9 +176,10 @@ class Relief(FrozenValue):
 
     * ``saved_bytes``: what the device does not hold meanwhile, at most.
     * ``verdict``: whether that is needed.
-    * ``exceeds_at``, ``excess_bytes``: without this one alone: the first action at which the device
-      would hold most meanwhile, and by how much that is over its limit; at most 0 where it fits all
-      the same. None and 0 where no other action stands between.
+    * ``exceeds_at``: the first action at which the device would hold most meanwhile without this
+      one alone; None without other actions in between.
+    * ``excess_bytes``: by how much that exceeds the limit; at most 0 if the device still fits, 0
+      without other actions in between.
     """
 
     microbatch: int
@@ -189,7 +190,7 @@ class Relief(FrozenValue):
 
 
 class StageRelief(FrozenValue):
-    """What a stage offloads, recomputes, or treats in another mode of its menu, by name.
+    """The cells that a stage offloads, recomputes, or treats in another mode, by name.
 
     ``exceeds_at`` and ``excess_bytes`` are those without all of ``reliefs`` together.
     """

@@ -1,21 +1,21 @@
-"""What a little more of something would change: problems to solve, each with a start.
+"""Questions about a little more of one resource: problems to solve, each with a start.
 
-*Never worse.* Each question comes with programs that are legal for the changed problem, and whose
-length there is known from what they take without the change:
+*Never worse.* Each question has programs that are legal for the changed problem. Their length
+there follows from their length without the change:
 
 * 1 GB more memory: the same programs take the same time.
-* PCIe 20% faster, objective makespan, every device with transfer lanes of its own: each start is
-  a maximum of sums of durations, and no duration grew, so nothing ends later. Where devices share
-  a bus, or the two directions of one, another order on it can make the same programs longer, and
-  under span an earlier first start can: then nothing is claimed.
+* PCIe 20% faster, objective makespan, every device with transfer lanes of its own. Each start is a
+  maximum of sums of durations, and no duration grew, so nothing ends later. Without these
+  conditions nothing is claimed. On a shared bus, or one shared by both directions, another order
+  can make the same programs longer. Under span an earlier first start can.
 * Twice the micro-batches: each program twice, one half after the other, again with lanes of their
   own. Let D be the longest time from a device's first start to its last compute action's end. By
-  then the device and its lanes are done with the first half, of which the second needs nothing; so
-  the second half can run at the times of the first, shifted by D, and as soon as possible is no
+  then the device and its lanes are done with the first half, and the second half needs nothing of
+  it. So the second half can run at the times of the first, shifted by D; as soon as possible is no
   later. D is at most the makespan and the span, so neither more than doubles. Memory: the second
-  half begins with what the first began with.
+  half begins with the same bytes as the first.
 
-Whoever solves a question keeps its start unless something better is found.
+A solver of a question keeps its start unless it finds something better.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WhatIfQuestion:
 
     * ``name``, ``text``: for file names, and in words.
     * ``is_never_worse``: whether it is a theorem that the start takes no longer, per micro-batch,
-      than the programs that it was made of did without the change: see the module.
+      than the original programs without the change: see the module.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Unasked:
         return f"{self.text}: {self.reason}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can say."""
+        """Return the values as plain JSON data."""
         return {"name": self.name, "question": self.text, "reason": self.reason}
 
 
 def as_it_is(problem: Problem, programs: Programs) -> WhatIfQuestion:
-    """Return the question that changes nothing: what a second search finds anyway."""
+    """Return the question that changes nothing: the gain of a second search alone."""
     return WhatIfQuestion(
         name=AS_IT_IS,
         text="no change, searched again",
@@ -92,7 +92,7 @@ def as_it_is(problem: Problem, programs: Programs) -> WhatIfQuestion:
 def questions(
     problem: Problem, programs: Programs, *, max_cells: int = MAX_CELLS
 ) -> Iterator[WhatIfQuestion | Unasked]:
-    """Yield what can be asked of a problem, starting from legal programs for it.
+    """Yield the questions about a problem, starting from legal programs for it.
 
     * ``max_cells``: stages x micro-batches that a changed problem may have.
     """
@@ -102,7 +102,7 @@ def questions(
 
 
 def _more_memory(problem: Problem, programs: Programs) -> WhatIfQuestion:
-    """Return the question for 1 GB (1e9 bytes) more on the device with the least headroom."""
+    """Return the question for 1 GB (1e9 bytes) more on the device with the smallest headroom."""
     device = tightest_device(problem, programs)
     tightest = problem.devices[device]
     left = tightest.usable_bytes - device_peak_bytes(problem, device, programs[device])
@@ -177,9 +177,9 @@ def _owns_lanes(problem: Problem) -> bool:
     return not is_shared and not any(device.half_duplex for device in problem.devices)
 
 
-# --- What a question was answered with, in numbers and in words: the gain, and what is proven of
-# it. What a search proves about the changed problem is a bound for everybody: if it is no less than
-# the length without the change, the change buys nothing.
+# --- The answer to a question, in numbers and in words: the gain, and the proven bound of it.
+# The bound of the changed problem holds for every schedule: if it is not below the length without
+# the change, the change gains nothing.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class WhatIfAnswer:
     * ``before_ms``, ``num_before``: the length without the change, and its number of micro-batches.
     * ``after_ms``, ``num_after``: the same of the best schedule that was found for the changed
       problem.
-    * ``bound_ms``: what every schedule of the changed problem takes at least; None = nothing
+    * ``bound_ms``: proven minimum length of schedules of the changed problem; None = nothing
       proven.
     * ``is_never_worse``: whether ``after_ms <= before_ms`` (per micro-batch) is a theorem: see
       `optpipe.explain.what_if`.
@@ -258,7 +258,7 @@ class WhatIfAnswer:
         return f"no schedule gains more than {format_share(self.most_gain)} (proven)"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can say."""
+        """Return the values as plain JSON data."""
         return {
             "name": self.name,
             "question": self.text,

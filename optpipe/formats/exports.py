@@ -1,27 +1,29 @@
 """Schedules as other programs read them: torch, Megatron-Core, the zero-bubble runtime, Perfetto.
 
-*CSV*: programs, one row per device: torch.distributed.pipelining's own form. Without offload and
-recompute actions the text is a torch ``compute_only`` schedule, which torch and torchtitan
-(``pipeline_parallel_schedule_csv``) read; ``dump_csv(..., for_torch=True)`` makes sure that they
-run it right. Empty cells, which torch's files use to line time steps up, are skipped.
+*CSV*: programs, one row per device, in the form of torch.distributed.pipelining. Without offload
+and recompute actions the text is a torch ``compute_only`` schedule. torch and torchtitan
+(``pipeline_parallel_schedule_csv``) read it; ``dump_csv(..., for_torch=True)`` makes sure that they
+run it right. The reader skips empty cells, which torch's files use to align time steps.
 
-*Megatron-Core*: the cut of a pipeline as its arguments: who holds which layers. Written for
-``PipelineParallelLayerLayout`` in ``megatron/core/transformer/pipeline_parallel_layer_layout.py``
-of NVIDIA/Megatron-LM (read at commit 00caa53): one text per virtual stage in model order, stage k
-on rank k mod p; E embedding, t transformer layer, m layer of multi-token prediction, L head and
-loss. What its ``validate_layer_layout`` refuses is refused here.
+*Megatron-Core*: the cut of a pipeline as its arguments: the layers of each rank. The format is that
+of ``PipelineParallelLayerLayout`` in
+``megatron/core/transformer/pipeline_parallel_layer_layout.py`` of NVIDIA/Megatron-LM (commit
+00caa53). It has one text per virtual stage in model order, with stage k on rank k mod p. E is the
+embedding, t a transformer layer, m a layer of multi-token prediction, L head and loss. The export
+refuses the layouts that its ``validate_layer_layout`` refuses.
 
 *Zero bubble*: a Python object list, the ``ScheduledNode`` of the public runtime. The node is
 defined in ``megatron/core/pipeline_parallel/zerobubble/scheduler/graph.py`` of the zero-bubble
-repository (and of AMD's Primus, which has the offload nodes too); what it makes the runtime do, in
-``zerobubble/runtime.py``. docs/exports.md says which versions were read. The words differ from
-ours: their *stage* is our device, their *layer group* our stage; their B is our I, their BW our B.
+repository. AMD's Primus has it, too, with the offload nodes. ``zerobubble/runtime.py`` defines
+what the runtime does for a node. docs/exports.md lists the versions that were read. Their words
+differ from ours: their *stage* is our device, their *layer group* our stage; their B is our I,
+their BW our B.
 
-*Chrome trace*: JSON that ui.perfetto.dev and chrome://tracing open. The JSON Object Format of the
-Trace Event Format: complete events (``X``) for what runs, counters (``C``) for memory, metadata
-(``M``) for names. A device is a process, its lanes are threads, and a link on which messages queue
-a process of its own; times are microseconds, rounded to the nanosecond so that neighbours on a lane
-never overlap.
+*Chrome trace*: JSON that ui.perfetto.dev and chrome://tracing open. It is the JSON Object Format of
+the Trace Event Format: complete events (``X``) for what runs, counters (``C``) for memory, metadata
+(``M``) for names. A device is a process, and its lanes are threads. A link on which messages queue
+is a process of its own. Times are microseconds, rounded to the nanosecond so that neighbours on a
+lane never overlap.
 """
 
 from __future__ import annotations
@@ -106,9 +108,9 @@ class _Node(NamedTuple):
 def dump_python_list(problem: Problem, programs: Programs) -> str:
     """Return legal programs as a Python module that imports nothing.
 
-    Its ``local_order(graph)`` and ``scheduled_nodes(graph)`` take the runtime's module ``graph``
-    and return the nodes of every device: passes alone, for the runtime's own pass to add
-    communication, or everything with communication placed here. Raises `ScheduleFormatError` with
+    Its two functions take the runtime's module ``graph`` and return the nodes of every device.
+    ``local_order(graph)`` returns passes alone, to which the runtime adds communication.
+    ``scheduled_nodes(graph)`` returns passes and communication. Raises `ScheduleFormatError` with
     row, column and cell of the first action that the runtime cannot run, or would run with wrong
     gradients.
     """
@@ -134,17 +136,16 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
 
 
 class _JointOrder:
-    """Everything that happens, one after the other; a device's row is its part of that line.
+    """A total order of all events; a device's row is its part of that order.
 
-    Each pass stands after what it needs and after what stands before it in its program, each
-    exchange between the pass that makes a tensor and the one that needs it. What is ready waits in
-    a heap, by time; at equal times exchanges go first, then backwards, then forwards.
+    Each pass comes after its inputs and after its predecessors in its program. Each exchange comes
+    between the pass that makes a tensor and the one that needs it. Events that are ready wait in a
+    heap, by time; at equal times exchanges go first, then backwards, then forwards.
 
     No deadlock, whatever the sizes of buffers: let every send and receive wait for its partner, and
-    let devices follow their rows. The first event of the line that has not happened yet stands at
-    the head of the row of everyone who takes part in it, since all earlier ones have happened; so
-    it can happen. By the same line, both ends of every pair of devices have its exchanges in one
-    order.
+    let devices follow their rows. Take the first event of the order that has not happened yet. All
+    earlier events have happened, so it is at the head of the row of each of its devices, and it can
+    happen. For the same reason both devices of a pair have their exchanges in one order.
     """
 
     def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
@@ -190,7 +191,7 @@ class _JointOrder:
     def _look_at(self, device: int) -> None:
         """Put the next action of a device into the heap, if what it needs is done.
 
-        Actions stand by when they end, copies by when they are enqueued.
+        The key of an action is the time when it ends, that of a copy when it is enqueued.
         """
         index = self._heads[device]
         if index == len(self._programs[device]):
@@ -264,7 +265,7 @@ class _JointOrder:
             )  # fmt: skip
 
     def _peer(self, stage: int, own: int) -> int | None:
-        """Return the device of a stage; None where that is the own stage's, or there is none."""
+        """Return the device of a stage; None if that is the own stage's, or there is none."""
         if not 0 <= stage < len(self._placement) or self._placement[stage] == self._placement[own]:
             return None
         return self._placement[stage]
@@ -277,7 +278,7 @@ def _row(node: _Node) -> str:
 
 
 def _flags(problem: Problem) -> str:
-    """Return what makes the runtime place chunks as the problem does."""
+    """Return the flags that make the runtime place chunks as the problem does."""
     chunks = len(problem.stages) // len(problem.devices)
     if chunks == 1:
         return "--enable-zero-bubble"
@@ -504,7 +505,7 @@ def load_csv(text: str) -> Programs:
     Raises
     ------
     ScheduleFormatError
-        If a cell is not exactly one action; says row and column.
+        If a cell is not exactly one action; with row and column.
     """
     programs = []
     try:
@@ -565,7 +566,7 @@ def megatron_layout(problem: Problem) -> str:
     Raises
     ------
     InputError
-        If a stage does not say its layers, or Megatron-Core cannot place them so.
+        If a stage has no ``layers``, or Megatron-Core cannot place them so.
     """
     p, count = len(problem.devices), len(problem.stages)
     if problem.placement != tuple(stage % p for stage in range(count)) or count % p:
@@ -610,7 +611,7 @@ _MOST_LETTERS = 100_000
 
 
 def read_layout(text: str) -> tuple[StageLayers, ...]:
-    """Return what the stages of such a text hold; commas mean nothing.
+    """Return the layers of the stages of such a text; commas mean nothing.
 
     Raises
     ------
@@ -814,7 +815,7 @@ def _counter(row: _TraceProcess, memory: Sequence[tuple[float, int]]) -> Iterato
 
 
 def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield what queues on links: their names, and each message while it occupies one."""
+    """Yield the queues of links: their names, and each message while it occupies one."""
     first = len(problem.devices)
     for index in sorted({message.link for message in timeline.messages}):
         link = problem.links[index]

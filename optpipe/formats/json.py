@@ -1,4 +1,4 @@
-"""JSON of problems, models and schedules, read strictly: no NaN, no key twice; errors say where."""
+"""JSON of problems, models and schedules, read strictly: no NaN, no key twice, paths in errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _load(text: str, read: type[Read]) -> Read:
 
 
 def _expect_kind(data: dict[str, Any], read: type[FileValue]) -> None:
-    """Refuse what is of another kind or version in one line, not with a line for every field."""
+    """Refuse a document of another kind or version in one line, not with a line for every field."""
     field, error_type = read.model_fields["format"], read.fault
     expected, known = field.default, get_args(field.annotation)
     kind = expected.split("/")[1]

@@ -1,7 +1,7 @@
 """Documents of problems: read v1 and v2 into the fields of a problem, and write these.
 
 A stage of v2 has a list of costs, and a cost a menu of modes. A stage of v1 has both in its own
-fields. Nothing else knows which of the two a document is.
+fields. No other module depends on a document's version.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COST = ["forward_ms", "backward_input_ms", "backward_weight_ms", "activation_by
 
 
 def oldest_format(fields: Mapping[str, Any]) -> str:
-    """Return v1 where it can say the fields of a problem, else v2.
+    """Return v1 if it can express the fields of a problem, else v2.
 
     Raises ValueError, with rule and fix, where the fields are of v1 and v1 cannot say them.
     """
@@ -111,7 +111,7 @@ def _read_stage(at: str, stage: Any) -> tuple[Any, tuple[Stage, ...]]:
 
 
 def _read_cost(at: str, fields: dict[str, Any]) -> Stage:
-    """Return a stage under a cost of its own; its first fault says where it is."""
+    """Return a stage under a cost of its own; its first fault has its path."""
     try:
         return Stage.model_validate(fields)
     except ValidationError as error:

@@ -1,6 +1,6 @@
 """The items of a sweep as one table: CSV for programs, Markdown for documents, JSON.
 
-What is not known is None. Axes are columns of their own, named as in the sweep.
+Unknown values are None. Axes are columns of their own, named as in the sweep.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _axes_of(rows: Sequence[SweepRow]) -> list[str]:
 def dump_sweep(rows: Sequence[SweepRow], form: str) -> str:
     """Return the rows as ``json`` (``{"rows": [...]}``), ``csv`` or ``markdown``.
 
-    In CSV axes stand between name and state, and unknown numbers are empty; Markdown is for people
+    In CSV axes are between name and state, and unknown numbers are empty. Markdown is for people
     and has neither hashes nor ids.
     """
     if form == "markdown":
@@ -166,7 +166,7 @@ def _field(name: str, cell: str) -> Any:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value so that `_value` finds it again: a text as it is, where that is no JSON."""
+    """Return a value so that `_value` can read it: a text unchanged if it is no JSON."""
     is_plain = isinstance(value, str) and value.isprintable() and value and _value(value) == value
     return value if is_plain else json.dumps(value)
 
@@ -179,7 +179,7 @@ def _value(cell: str) -> Any:
 
 
 class TableColumn(NamedTuple):
-    """One column for people: its name, a cell per row, and what its numbers are in."""
+    """One column of a Markdown table: its name, a cell per row, and the unit of its numbers."""
 
     name: str
     cells: tuple[str, ...]
@@ -202,7 +202,7 @@ def _plain(cell: str) -> str:
 
 
 def sweep_columns(rows: Sequence[SweepRow]) -> list[TableColumn]:
-    """Return the columns for people: the axes (or the names), then what was found."""
+    """Return the columns of a Markdown table: the axes (or the names), then the results."""
     found = [_axis_column(rows, name) for name in _axes_of(rows)] or [
         TableColumn("problem", tuple(row["name"] or f"#{row['index']}" for row in rows))
     ]
@@ -227,9 +227,9 @@ def _shown(name: str, value: Any) -> str:
 
 
 # --- The rows of a comparison as tables: Markdown for documents, CSV for programs, cells for
-# screens. A row is what ``optpipe compare --json`` prints and ``POST /v1/compare`` answers: JSON
-# values, one method each, already in order. One whose ``programs`` are null has no numbers but a
-# ``reason``.
+# screens. ``optpipe compare --json`` and ``POST /v1/compare`` return the same rows: JSON values,
+# one method each, already in order. A row whose ``programs`` are null has a ``reason`` instead of
+# numbers.
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -263,7 +263,7 @@ def is_present(row: Mapping[str, Any]) -> bool:
 def comparison_columns(rows: Rows) -> list[TableColumn]:
     """Return the columns that these rows fill, all but the remark.
 
-    The placement is left out where all are as given, tokens/s and MFU where nobody told them.
+    The placement is left out if all are as given, tokens/s and MFU if they are not known.
     """
     found = [TableColumn("method", tuple(row["method"] for row in rows))]
     if any(row["placement"] != _AS_GIVEN for row in rows):
@@ -289,8 +289,8 @@ def comparison_columns(rows: Rows) -> list[TableColumn]:
 def dump_comparison(rows: Rows, form: str) -> str:
     """Return the rows as ``json`` (``{"rows": [...]}``), ``csv`` or ``markdown``.
 
-    In CSV times are in ms, sizes in bytes, and unknown numbers are empty; in Markdown the last
-    column says what is over the limit, or why a method is absent.
+    In CSV times are in ms, sizes in bytes, and unknown numbers are empty. In Markdown the last
+    column has the excess over the limit, or why a method is absent.
     """
     if form == "markdown":
         reasons = (row["reason"] for row in rows)

@@ -1,4 +1,4 @@
-"""Measurements that teams already have, or the runtime makes, on their way to a problem."""
+"""Reads measurements of users' runs, or of the runtime, and makes problems of them."""
 
 from optpipe.errors import MeasurementError
 from optpipe.measurements.kineto import read_kineto

@@ -41,7 +41,7 @@ def read_kineto(
     gpu_time: GpuTime = "span",
     process: str = "",
 ) -> Measurements:
-    """Return what the traces of the ranks of one run say.
+    """Return the measurements in the traces of the ranks of one run.
 
     Ranks with the same stages are replicas: they count as one device, with the samples of all.
     Devices are numbered in the order of their first ranks.
@@ -56,7 +56,8 @@ def read_kineto(
     gpu_time
         Time of a range on a GPU: see `GpuTime`.
     process
-        Only processes whose name contains it are read: a file may hold a plan beside the run.
+        Only processes whose name contains it are read: a file may hold a plan in addition to the
+        run.
 
     Raises
     ------
@@ -189,7 +190,7 @@ def _device_facts(
 
 
 def _gpu_bytes(traces: Iterable[RankTrace]) -> int | None:
-    """Return the memory of the GPU that the kernels ran on; of replicas, the least."""
+    """Return the memory of the GPU that the kernels ran on; of replicas, the minimum."""
     found = []
     for trace in traces:
         work = (event for events in trace.process.device_work.values() for event in events)
@@ -217,12 +218,12 @@ def find_devices(stages_of: Mapping[int, set[int]]) -> dict[int, int]:
 
 
 # --- How long the work inside a range kept the compute lane busy.
-# On a GPU the time is that of the kernels launched while the range was open, by whichever thread
-# (autograd has its own), on the stream that computes most: what runs beside it on other streams,
-# such as copies and collectives, counts only where the compute stream waits for it inside the
-# span. Waiting for a receive comes before the first kernel and does not count. Without kernels the
-# time is the CPU's, from the first operator in the range to the range's end: what comes before that
-# operator is a wait for a receive.
+# On a GPU the time is that of the kernels launched while the range was open, on any thread
+# (autograd has its own), on the stream that computes most. Work on other streams, such as copies
+# and collectives, counts only while the compute stream waits for it inside the span. A wait for a
+# receive comes before the first kernel and does not count. Without kernels the time is the CPU's,
+# from the first operator in the range to the range's end: the time before that operator is a wait
+# for a receive.
 
 GpuTime = Literal["span", "busy"]
 """span: from the first kernel's start to the last one's end. busy: the kernels alone."""
@@ -291,7 +292,7 @@ def _kernels_inside(process: Process, event: TraceEvent, stream: object) -> list
 def _lanes_ms(
     span: _Interval, exchanges: Iterable[_Interval], computed: Iterable[_Interval]
 ) -> tuple[float, ...]:
-    """Return what a span computes and exchanges in turn, in ms; empty if it exchanges nothing.
+    """Return the alternating times of compute and exchange in a span; empty without exchanges.
 
     It exchanges while an exchange runs and no other kernel of the compute stream does; all the
     rest of it computes, waits between kernels too.
@@ -387,7 +388,7 @@ class _LargestSeen:
 
     @property
     def kept_bytes(self) -> int:
-        """What a micro-batch leaves behind when its backward is done."""
+        """Bytes of a micro-batch that remain after its backward."""
         backward = ("I", "W") if "W" in self.change else ("B",)
         return sum(self.change.get(action, 0) for action in ("F", *backward))
 
@@ -395,7 +396,7 @@ class _LargestSeen:
 def _read_memory(
     traces: Sequence[RankTrace], device_of: Mapping[int, int]
 ) -> tuple[dict[int, dict[str, int]], list[str]]:
-    """Return what the ranges of each stage left allocated, freed and needed in between, and notes.
+    """Return the bytes that the ranges of each stage allocated, freed and needed, and notes.
 
     The largest of all steps but the first counts, of the first where there is no other. A stage
     that received its input from another device holds that too. Stages with recomputed micro-batches
@@ -418,7 +419,7 @@ def _read_memory(
 
 
 def _resident(traces: Iterable[RankTrace], device_of: Mapping[int, int]) -> dict[int, int]:
-    """Return what lay on each device's GPU before the first action of a rank's last step."""
+    """Return the bytes on each device's GPU before the first action of a rank's last step."""
     found: dict[int, int] = {}
     for trace in traces:
         last = max((one.step or 0 for one in trace.ranges), default=0)
@@ -467,7 +468,7 @@ def _sizes(stage: int, seen: Mapping[int, _LargestSeen]) -> dict[str, int]:
     if own.output_bytes:
         facts["output_bytes"] = own.output_bytes
     if "F" in own.left:
-        # What the stage before sent; within a device nothing is.
+        # The output of the previous stage; within a device nothing is sent.
         received = seen[stage - 1].output_bytes if stage - 1 in seen else 0
         facts["activation_bytes"] = own.left["F"] + received
     if "W" in own.freed:
@@ -520,9 +521,9 @@ def _memory_notes(
 
 
 # --- Messages between ranks in traces, from the kernels that NCCL sends and receives with.
-# torch notes a message's size, type and peer beside the call that sends or receives it
-# (``record_param_comms``), and, for a call that is not part of a batch, on the kernel too. The
-# kernel of a batch carries the messages noted since the kernel before it. A kernel that starts
+# torch records a message's size, type and peer next to the call that sends or receives it
+# (``record_param_comms``). For a call that is not part of a batch, the kernel has them, too. The
+# kernel of a batch carries the messages recorded since the previous kernel. The kernel that starts
 # first waits for the other side, so a message took as long as the shorter of its two kernels.
 
 _ITEM_BYTES = {
@@ -533,7 +534,7 @@ _FIELDS = {"send": ("Dst Rank", "In msg nelems"), "recv": ("Src Rank", "Out msg 
 
 
 _Route = tuple[int, int, int]
-"""From which rank to which, and bytes."""
+"""The sending rank, the receiving rank, and bytes."""
 
 
 def _read_messages(
@@ -566,7 +567,7 @@ def _read_messages(
 
 
 def _sent_bytes(process: Process, event: TraceEvent) -> int:
-    """Return the bytes that were sent while a range was open, 0 where the trace does not say."""
+    """Return the bytes that were sent while a range was open, 0 if the trace lacks them."""
     first = bisect_left(process.messages, event.start_us, key=attrgetter("start_us"))
     last = bisect_right(process.messages, event.end_us, key=attrgetter("start_us"))
     noted = process.messages[first:last]

@@ -78,7 +78,7 @@ _WORLD = re.compile(
 
 @dataclass(kw_only=True)
 class _TimerBlock:
-    """Timers printed together; times in ms, by timer and rank (None where no rank is named)."""
+    """Timers printed together; times in ms, by timer and rank (None if no rank is named)."""
 
     form: Form
     line: int
@@ -103,7 +103,7 @@ class _TimerBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class _MegatronLog:
-    """What a log holds: blocks in order, and arguments as printed."""
+    """The contents of a log: blocks in order, and arguments as printed."""
 
     blocks: tuple[_TimerBlock, ...]
     arguments: dict[str, str]
@@ -193,7 +193,7 @@ _HALF_PRECISION = ("torch.bfloat16", "torch.float16", "torch.half")
 
 
 class MegatronRun(NamedTuple):
-    """What a run is known to be, where its log does not say.
+    """The facts about a run that its log may lack.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ class _Layout(NamedTuple):
 
 
 def read_megatron(text: str, run: MegatronRun | None = None) -> Measurements:
-    """Return what a Megatron-LM log says.
+    """Return the measurements in a Megatron-LM log.
 
     Samples are one per stage, timer and logging interval (and rank, with ``--timing-log-option
     all``); their step counts the intervals.
@@ -247,7 +247,7 @@ def read_megatron(text: str, run: MegatronRun | None = None) -> Measurements:
     Raises
     ------
     MeasurementError
-        If there are no compute timers, or the log does not say whose they are.
+        If there are no compute timers, or the log does not name their ranks.
     """
     run = run or MegatronRun()
     log = _parse_log(text)
@@ -414,7 +414,7 @@ class _CsvRow(NamedTuple):
 def read_times(text: str) -> Measurements:
     """Return the measurements of a table of times; errors name the line.
 
-    Where rows name ranks, the ranks' stages say which stages share a device.
+    If rows name ranks, the stages of one rank share a device.
     """
     rows = _rows(text, needed=_TIMES, known=(*_TIMES, *_OPTIONAL))
     samples = tuple(_sample(row) for row in rows)

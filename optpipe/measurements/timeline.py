@@ -1,4 +1,4 @@
-"""When each action of a traced step ran, as intervals that a chart draws next to a plan."""
+"""Makes intervals of the actions of a traced step, which a chart draws next to a plan."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What was measured: samples of times, transfers, sizes; and the problem made of it.
+"""Measurements (samples of times, transfers and sizes), and the problem made of them.
 
-Whoever measures - a trace, a log, a table, or the runtime itself - fills a `Measurements`;
+Each reader (of a trace, a log or a table) and the runtime itself fill a `Measurements`;
 `optpipe.measurements.to_problem` alone makes a `Problem` of it. Times are ms, sizes bytes,
-bandwidths GB/s (1e9), as in a problem. What was not measured is None, never 0.
+bandwidths GB/s (1e9), as in a problem. A value that was not measured is None, never 0.
 
-Without a base every size and limit is measured, given, or asked for.
+Without a base, an error lists the sizes and limits that were neither measured nor given.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MeasuredAction = Literal["F", "I", "W", "B", "RECOMPUTE"]
 """The actions that have a duration of their own."""
 
 MOST_STAGES = 65_536
-"""As many as a problem may have; a number beyond is no stage, and nothing is made as long as it."""
+"""Maximum of a problem; larger numbers are not stages, and no list is made that long."""
 
 _StageIndex = Annotated[Index, Field(lt=MOST_STAGES)]
 _DeviceIndex = Annotated[Index, Field(lt=4096)]
@@ -79,7 +79,7 @@ class Sample(FrozenValue):
         Which of the runs it was, where that is known. Steps are numbered from 0.
     lanes_ms
         What it computed and exchanged with experts in turn, in ms, beginning with computing: two
-        entries more for each exchange. Empty where it exchanged nothing, or that is not known.
+        entries more for each exchange. Empty if it exchanged nothing, or that is not known.
     """
 
     stage: _StageIndex
@@ -104,7 +104,7 @@ class _PartlyKnown(FrozenValue):
     """Fields of which each may be unknown (None)."""
 
     def or_else(self, general: Self) -> Self:
-        """Return these facts, and where one is unknown the general one."""
+        """Return these facts, each unknown one replaced by the general one."""
         return type(self)(**(general.known() | self.known()))
 
     def known(self) -> dict[str, Any]:
@@ -113,9 +113,9 @@ class _PartlyKnown(FrozenValue):
 
 
 class StageFacts(_PartlyKnown):
-    """What is known of a stage besides its times; fields as in `optpipe.problem.Stage`.
+    """Known facts of a stage other than its times; fields as in `optpipe.problem.Stage`.
 
-    Where its ``modes`` are, they say what is offloaded and recomputed, their times included.
+    ``modes``, if given, define what is offloaded and recomputed, with the times of that.
     """
 
     device: _DeviceIndex | None = None
@@ -135,7 +135,7 @@ class StageFacts(_PartlyKnown):
 
 
 class DeviceFacts(_PartlyKnown):
-    """What is known of a device; fields as in `optpipe.problem.Device`."""
+    """Known facts of a device; fields as in `optpipe.problem.Device`."""
 
     name: Name | None = None
     memory_bytes: Bytes | None = None
@@ -147,25 +147,25 @@ class DeviceFacts(_PartlyKnown):
     host: Name | None = None
 
 
-# --- What people say of a run: it counts before what was measured.
+# --- The facts that the user gives: they take precedence over measured ones.
 
 
 class Given(FrozenValue):
-    """Facts of stages and devices that count before measured ones, and of links that do not.
+    """Facts of stages and devices, which precede measured ones, and of links, which do not.
 
     Parameters
     ----------
     name, num_microbatches, objective
-        Of the problem. Left out, the name says where the times come from, and the number of
+        Of the problem. By default the name is the source of the times, and the number of
         micro-batches is the measured one.
     stages
-        Facts of single stages, from stage 0 on; they count before ``stage``.
+        Facts of single stages, from stage 0 on; they precede ``stage``.
     stage, device
         Facts of every stage or device.
     link_latency_ms, link_gb_per_s
         Of every link between neighbouring stages that was not measured.
     weight_share
-        Share (0-1) of a fused backward that W takes, where I and W were not measured apart.
+        Share (0-1) of a fused backward that W takes, if I and W were not measured separately.
     """
 
     name: Name | None = None
@@ -189,11 +189,11 @@ class Given(FrozenValue):
 # --- Medians and spread of repeated measurements.
 
 _DIGITS = 6
-"""Times are kept to the nanosecond: no clock used here tells more."""
+"""Times are kept to the nanosecond: no clock used here is more precise."""
 
 
 class TimeSpread(NamedTuple):
-    """How repeated times of one action are distributed, in ms.
+    """The distribution of repeated times of one action, in ms.
 
     ``mad_ms`` is the median distance from the median, which a few outliers do not move.
     """
@@ -242,9 +242,9 @@ class LinkFit(NamedTuple):
 def fit_links(transfers: Iterable[Transfer]) -> tuple[LinkFit, ...]:
     """Return one fit per directed pair of devices, in order of the pairs.
 
-    Each message size counts once, with the median of its times; slope and intercept are the
-    medians over all pairs of sizes (Theil 1950, Sen 1968), so that one odd size moves neither.
-    With a single size the whole time counts as bandwidth: latency cannot be told from it.
+    Each message size counts once, with the median of its times. Slope and intercept are the medians
+    over all pairs of sizes (Theil 1950, Sen 1968), so that one outlier moves neither. With a single
+    size the whole time counts as bandwidth, because latency cannot be separated.
     """
     times: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in transfers:
@@ -287,7 +287,7 @@ Value = TypeVar("Value")
 def _from_scratch(
     measurements: Measurements, given: Given, times: Sequence[_StageTimes]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of a problem, and sentences about what stands on assumptions."""
+    """Return the fields of a problem, and sentences about its assumptions."""
     if len(given.stages) > len(times):
         raise MeasurementError(
             f"{len(given.stages)} stages are described, but times of {len(times)} were measured; "
@@ -435,14 +435,14 @@ def _with_median_rates(facts: Sequence[DeviceFacts]) -> DeviceFacts:
 
 
 class Measurements(FrozenValue):
-    """Samples of times, sizes, devices and transfers, and how they came about.
+    """Samples of times, sizes, devices and transfers, and their source.
 
     Parameters
     ----------
     source
-        What was read or run, for people: "2 Kineto traces", say. It becomes the problem's name.
+        The source of the data in words, e.g. "2 Kineto traces". It becomes the problem's name.
     num_microbatches
-        Of the run, where it says so.
+        Of the run, if it is known.
     samples
         Runs of actions, in any order.
     placement
@@ -481,7 +481,7 @@ class Measurements(FrozenValue):
 
     @property
     def seen_microbatches(self) -> int | None:
-        """One more than the largest micro-batch seen, or None where samples do not say theirs."""
+        """One more than the largest micro-batch seen, or None if samples do not have one."""
         known = [one.microbatch for one in self.samples if one.microbatch is not None]
         return 1 + max(known) if known else None
 
@@ -580,13 +580,13 @@ def _warmup(steps: list[int], num_steps: int | None, rank: int | None) -> list[i
     return steps[:num_steps]
 
 
-# --- The problem that measurements describe, with what people say where nothing was measured.
+# --- The problem that measurements describe, with the user's facts if nothing was measured.
 
 _NAME_CHARS = 200
 
 
 class BuiltProblem(NamedTuple):
-    """A problem, and sentences that say what in it is not measured."""
+    """A problem, and sentences about its values that were not measured."""
 
     problem: Problem
     notes: tuple[str, ...]
@@ -749,7 +749,7 @@ def _hidden_ms(pair: LicensedPair, times: Sequence[_StageTimes]) -> float:
 
 
 class _StageTimes(NamedTuple):
-    """Durations in ms; ``note`` says what was assumed of the stage, or is empty."""
+    """Durations in ms; ``note`` lists the assumptions about the stage, or is empty."""
 
     forward_ms: float
     backward_input_ms: float
@@ -792,9 +792,9 @@ def stage_times(
 ) -> _StageTimes:
     """Return the times of a stage.
 
-    Where I and W were measured, they count, and B beside them if it was measured too. Where only B
-    was, it is divided: by ``weight_share``, else as in the base problem, else all of it is I and W
-    takes nothing, as in the runtime for modules whose backward cannot be split.
+    Measured I and W are used as they are, and B, too, if it was measured. If only B was measured,
+    it is divided into I and W by ``weight_share``, else as in the base problem. Else all of it is I
+    and W takes nothing, as in the runtime for modules whose backward cannot be split.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Chrome traces as the PyTorch profiler (Kineto) writes them, and the pipeline's ranges in them.
 
-The JSON Object Format of the Trace Event Format, or a bare list of events. Times there are
-microseconds. Of a trace's events, complete ones (``X``) count; Kineto's categories tell them apart.
+A file has the JSON Object Format of the Trace Event Format, or is a bare list of events. Its times
+are microseconds. Only complete events (``X``) count; their kinds are Kineto's categories.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class TraceEvent(NamedTuple):
 
     @property
     def end_us(self) -> float:
-        """When it ended."""
+        """The time when it ended."""
         return self.start_us + self.duration_us
 
 
 class Allocation(NamedTuple):
-    """A block handed out, or taken back (negative), and what was handed out in all after it."""
+    """A block allocated, or freed (negative), and all bytes allocated after it."""
 
     at_us: float
     num_bytes: int
@@ -95,12 +95,14 @@ class Allocation(NamedTuple):
 class Process:
     """The events of one rank in one file.
 
-    ``rank`` is from the trace, else from the file's name, else None. ``ranges`` are annotations and
-    whatever else has a name of its own, ``device_work`` kernels, copies and fills by the
-    correlation id of their launch, ``launches`` (time, correlation id) of what the CPU launched,
-    ``operator_starts`` when operators began, communication aside, ``messages`` what the CPU noted
-    of messages. ``allocations`` are none unless the profiler was told to note them. ``gpu_bytes``
-    is the memory of each GPU by its index.
+    * ``rank``: from the trace, else from the file's name, else None.
+    * ``ranges``: annotations and other events with names of their own.
+    * ``device_work``: kernels, copies and fills by the correlation id of their launch.
+    * ``launches``: (time, correlation id) of the CPU's launches.
+    * ``operator_starts``: when operators began, without communication.
+    * ``messages``: the CPU's records of messages.
+    * ``allocations``: empty unless the profiler recorded them.
+    * ``gpu_bytes``: the memory of each GPU by its index.
     """
 
     path: TraceSource
@@ -305,7 +307,7 @@ _LETTERS = ("F", "I", "W", "B", "RECOMPUTE", "OFFLOAD", "RELOAD", "SEND_F")
 
 
 class _TracedAction(NamedTuple):
-    """What a range's name says; ``stage`` None = the only stage of its rank."""
+    """The action in a range's name; ``stage`` None = the only stage of its rank."""
 
     action: str
     stage: int | None
@@ -315,14 +317,14 @@ class _TracedAction(NamedTuple):
 class _RangePattern(NamedTuple):
     """A regular expression for whole names, with the groups stage, action and microbatch.
 
-    ``action`` stands for the group where the expression has none.
+    ``action`` replaces the group if the expression has none.
     """
 
     expression: re.Pattern[str]
     action: str | None = None
 
     def match(self, name: str) -> _TracedAction | None:
-        """Return what a name says, or None if it is another range."""
+        """Return the action in a name, or None if it is another range."""
         found = self.expression.fullmatch(name)
         if found is None:
             return None
@@ -338,7 +340,7 @@ class _RangePattern(NamedTuple):
 
 
 def _match(patterns: Sequence[_RangePattern], name: str) -> _TracedAction | None:
-    """Return what the first pattern that matches a name says, or None."""
+    """Return the action by the first pattern that matches a name, or None."""
     if _OVERLAPPED.fullmatch(name):
         raise MeasurementError(
             f"range {name!r} is an overlapped forward-backward pair, whose two times cannot "
@@ -406,7 +408,7 @@ class TracedRange(NamedTuple):
 
 
 class RankTrace(NamedTuple):
-    """What one file holds of one rank."""
+    """The events of one rank in one file."""
 
     rank: int
     process: Process
@@ -423,9 +425,9 @@ def read_rank_traces(
     """Return the pipeline's ranges, file by file, of the processes whose name contains ``process``.
 
     The rank is the trace's own (``distributedInfo``), else the file name's (``rank3``), else the
-    file's place. Where names do not say the stage, each rank has one, in the order of the ranks. A
-    step's number is how often its rank ran the same (stage, action, micro-batch) before; where
-    names do not say the micro-batch, it is the profiler's step.
+    file's place. If names do not contain the stage, each rank has one, in the order of the ranks. A
+    step's number counts how often its rank ran the same (stage, action, micro-batch) before. If
+    names do not contain the micro-batch, it is the profiler's step.
     """
     known = [_RangePattern(_TORCH), _RangePattern(_GPIPE)]
     if patterns:

@@ -1,7 +1,7 @@
-"""Models and accelerators by name, and what a model costs on them: estimates, not measurements.
+"""Models and accelerators by name, and costs of models on them: estimates, not measurements.
 
 ``estimate(find_model("llama3-70b"), find_gpu("h100"), Training(tp=8), pp=8, num_microbatches=64)``
-gives a problem to solve, a model to cut otherwise, and what a step takes.
+returns a problem to solve, a model to cut in other ways, and the time of a step.
 """
 
 from optpipe.planning.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus

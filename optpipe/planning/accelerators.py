@@ -242,7 +242,7 @@ def find_gpu(name: str) -> Hardware:
 
 
 class Accelerators(NamedTuple):
-    """Accelerators of one kind, and how many if that was said."""
+    """Accelerators of one kind, and their number if given."""
 
     hardware: Hardware
     number: int | None

@@ -2,7 +2,7 @@
 
 ``errors.json`` has the errors of published runs by class, log(measured / estimated). No run was
 estimated with efficiencies fitted to a run of its model. ``python -m benchmarks.errors --write``
-writes the file. docs/estimate.md says how, and what an interval does not cover.
+writes the file. docs/estimate.md describes how, and the errors that an interval does not cover.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ErrorClass:
 
 
 class PairErrors(NamedTuple):
-    """How alike the errors of two runs of one model on one GPU are, of so many pairs."""
+    """The similarity of the errors of two runs of one model on one GPU, and the number of pairs."""
 
     num_pairs: int
     correlation: float
@@ -172,7 +172,7 @@ class Accuracy:
 
     @property
     def num_rows(self) -> int:
-        """How many published runs the class has."""
+        """The number of published runs of the class."""
         return self.error.num_rows
 
     @property

@@ -83,7 +83,7 @@ _NEUTRAL = frozenset({
     "original_max_position_embeddings", "partial_rotary_factor", "qk_head_dim",
     "query_pre_attn_scalar", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit",
     "use_qk_norm",
-    # tokens that stand for images
+    # tokens that represent images
     "image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id",
     "vision_token_id",
 })  # fmt: skip
@@ -107,13 +107,16 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 _TEXT_OF = frozenset({"gemma3", "llama4", "qwen2_5_vl"})
-"""Configs of text and images: the text's is in ``text_config``, or, in early files of Qwen2.5-VL,
-beside ``vision_config``; what is for images is left out, and said so."""
+"""Types of configs of text and images.
+
+The text's config is in ``text_config``, or, in early files of Qwen2.5-VL, next to
+``vision_config``. The reader leaves out the part for images and reports that.
+"""
 
 _NO_FORMULA = {
     "qwen3_next": "three of four of its layers have linear attention (Gated DeltaNet)",
 }
-"""What estimates know no formula for, of models that are often asked for."""
+"""Popular model types that have a part without a formula here, and that part."""
 
 
 _OTHERWISE = (
@@ -157,7 +160,7 @@ class _Config:
         return value
 
     def windows(self, window: str, pattern: int | None = None) -> dict[str, int]:
-        """Return the fields of a shape that say how far which layer's attention looks.
+        """Return the fields of a shape for the attention window of each layer.
 
         From the list of layers' types; or ``pattern``, every so many layers a full one.
         """
@@ -180,7 +183,7 @@ class _Config:
         return {"window": self.number(window, least=0) if every > 1 else 0, "full_every": every}
 
     def renamed(self, old: str, new: str) -> None:
-        """Read a field under the name that early files give it; both must say the same."""
+        """Read a field under its name in early files; values of both names must be equal."""
         if not self.given(old):
             return
         if self._data.get(new) not in (None, self._data[old]):
@@ -213,7 +216,7 @@ class _Config:
         self._data.setdefault(name, value)
 
     def check_rest(self) -> None:
-        """Refuse what nobody read: unknown fields, and known ones with values not understood."""
+        """Refuse fields that were not read: unknown fields, and known ones with unknown values."""
         for name in sorted(set(self._data) - self._read - _NEUTRAL):
             value = self._data[name]
             if name == "layer_types" and isinstance(value, list):
@@ -366,7 +369,7 @@ def _glm4_moe(config: _Config) -> dict[str, Any]:
 
 
 def _routed(config: _Config) -> Experts:
-    """Return experts with shared ones and a gate by groups, behind some dense layers."""
+    """Return experts with shared ones and a gate by groups, after some dense layers."""
     inner = config.number("moe_intermediate_size")
     groups, chosen = config.number("n_group", 1), config.number("topk_group", 1, least=0)
     return Experts(

@@ -1,4 +1,4 @@
-"""A whole configuration: model, accelerator, degrees, the pipeline's cut; what trains by it."""
+"""A whole configuration (model, accelerator, degrees, the pipeline's cut), and its commands."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Configuration:
 
     @cached_property
     def stages(self) -> tuple[StageLayers, ...]:
-        """What each stage holds, in model order.
+        """The layers of each stage, in model order.
 
         Raises
         ------
@@ -156,9 +156,9 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     Parameters
     ----------
     configuration
-        Its hosts are as few as take its accelerators, as many on each. Several are told apart by
-        ``NODE_RANK``, 0 for the host of pipeline rank 0, and meet at ``MASTER_ADDR``; where kinds
-        fill them unequally, ``LOCAL_GPUS`` says how many each has.
+        The command uses the minimum number of hosts for its accelerators, with as many on each.
+        ``NODE_RANK`` is the index of a host, 0 for that of pipeline rank 0. Hosts meet at
+        ``MASTER_ADDR``. If kinds fill hosts unequally, ``LOCAL_GPUS`` is the number of each.
     framework
         ``megatron``: Megatron-LM's ``pretrain_gpt.py`` with the arguments, or a Megatron-Bridge
         recipe with the YAML; ``torchtitan``: its trainer with the config; ``any``,
@@ -228,11 +228,11 @@ def _torchrun(configuration: Configuration) -> str:
 
 
 def _connections(configuration: Configuration) -> str:
-    """Return how many queues CUDA has, where Megatron-LM asks for a number of its own.
+    """Return the setting of CUDA's number of queues that Megatron-LM requires, or "".
 
-    ``validate_args`` of megatron/training/arguments.py (NVIDIA/Megatron-LM, commit 000c4ac): 1
-    before Blackwell, with tensor or context parallel ranks, but not with FSDP; more for exchanges
-    of experts that overlap.
+    The number is 1 before Blackwell, with tensor or context parallel ranks, but not with FSDP.
+    Overlapping exchanges of experts need more. Source: ``validate_args`` of
+    megatron/training/arguments.py (NVIDIA/Megatron-LM, commit 000c4ac).
     """
     training = configuration.training
     if training.ep_overlap or configuration.pipeline.pairs:

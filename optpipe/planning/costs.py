@@ -157,8 +157,9 @@ def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple
       addition (F and I read 2 h and write h), dropout masks of one byte.
     * Per token: GELU (F 2 f, I 3 f) or a gate (F 3 f, I 5 f). Rotary queries and keys: 2 of each in
       F and I.
-    * Experts' copies of a token: ordered by expert before they are sent, by local expert when they
-      arrive, and both back (7 h in F and in I). With one copy per rank they are ordered once (4 h).
+    * Experts' copies of a token: 7 h in F and in I. They are ordered by expert before they are
+      sent, by local expert when they arrive, and back. With one copy per rank they are ordered once
+      (4 h).
     * Scores, without flash attention: F writes them, softmax reads and writes, F reads (4). With
       dropout they are read and written once more, with the mask.
     * In I: gradients written, read with the probabilities, written, read twice, probabilities read
@@ -559,12 +560,12 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
         yield from _feed_forward(shape, training, shared)
 
 
-# --- What a layer's parts come to.
+# --- The sum of a layer's parts.
 
 
 @lru_cache(maxsize=256)
 def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> LayerCosts:
-    """Return what one transformer layer costs; recomputation is in I, and W adds to gradients."""
+    """Return the costs of one transformer layer; recomputation is in I, W adds to gradients."""
     if shape.trace is not None:
         return traced_layer_costs(shape.trace, training, kind)
     parts = layer_parts(shape, training, kind)
@@ -640,7 +641,7 @@ def _layer_work(
 
 
 def _weight_work(training: Training, parts: Iterable[LayerPart], parameters: int) -> PassCost:
-    """Return the work of W, which adds to the gradients of so many parameters."""
+    """Return the work of W, which adds to the gradients of some number of parameters."""
     trained = [part for part in parts if not part.is_frozen]
     matmul, narrow = _products(training, trained)
     return PassCost(
@@ -753,7 +754,7 @@ def _attention_context(shape: ModelShape, training: Training) -> tuple[float, fl
 
 @lru_cache(maxsize=256)
 def embedding_costs(shape: ModelShape, training: Training) -> LayerCosts:
-    """Return what the embedding costs: a look-up, and a scatter-add into gradients.
+    """Return the costs of the embedding: a look-up, and a scatter-add into gradients.
 
     It keeps the token numbers (int64). W needs the gradient of its output. With LoRA it is frozen.
     """
@@ -780,7 +781,7 @@ def embedding_costs(shape: ModelShape, training: Training) -> LayerCosts:
 
 @lru_cache(maxsize=256)
 def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = True) -> LayerCosts:
-    """Return what last norm, head and cross-entropy cost; the head's product stays wide.
+    """Return the costs of last norm, head and cross-entropy; the head's product stays wide.
 
     Elements moved next to the product: the norm has 2 h in F and 3 h in I. F reads the logits and
     writes them in fp32, and the softmax reads and writes them. I reads its result and writes the
@@ -838,7 +839,7 @@ def head_costs(shape: ModelShape, training: Training, *, owns_matrix: bool = Tru
 
 @lru_cache(maxsize=256)
 def mtp_costs(shape: ModelShape, training: Training) -> LayerCosts:
-    """Return what one multi-token prediction module costs (DeepSeek-V3, section 2.2).
+    """Return the costs of one multi-token prediction module (DeepSeek-V3, section 2.2).
 
     It has two norms, the projection of two hidden vectors into one, a layer, and the head again. It
     keeps both inputs and their norms, and what layer and head keep. With LoRA the projection is

@@ -71,21 +71,21 @@ class Estimate:
     problem
         The problem of that cut.
     step
-        What a step takes with 1F1B, interleaved with several chunks, and what each rank holds.
+        Time of a step with 1F1B, interleaved with several chunks, and memory of each rank.
     mfu
         Model FLOPs of a micro-batch over what its devices could do, at peak, in the time of its
         F, I and W: the utilisation if no device were ever idle.
     factor
-        What multiplies all times: 1, or by ``mfu``, ``time_factor`` or ``measured_step_s``.
+        Factor of all times: 1, or by ``mfu``, ``time_factor`` or ``measured_step_s``.
     byte_factor
-        What multiplies all bytes but static ones: 1, or by ``measured_peak_gib``.
+        Factor of all bytes except static ones: 1, or by ``measured_peak_gib``.
     error
         The errors of the configuration's class, with the interval of the step. None if runs on such
-        accelerators were never compared, or if ``measured_step_s`` or ``mfu`` says the times.
+        accelerators were never compared, or if ``measured_step_s`` or ``mfu`` gives the times.
     costs_from
-        ``formula`` or ``trace``: the source of what its layers cost.
+        ``formula`` or ``trace``: the source of its layers' costs.
     notes
-        What to know before using it; ``str()`` of each is plain text.
+        Limits of the estimate to know before using it; ``str()`` of each is plain text.
     """
 
     model: Model
@@ -134,43 +134,45 @@ def estimate(
     hardware
         The accelerator; or one for each pipeline rank.
     layout
-        ``balanced``: the slowest stage as fast as can be; ``even``: as frameworks cut.
+        ``balanced``: the slowest stage is as fast as possible; ``even``: as frameworks cut.
     efficiency
-        Shares of peak rates; each accelerator's own where None.
+        Shares of peak rates; each accelerator's own if None.
     pcie_efficiency
         Share of PCIe that copies reach, instead of the accelerator's.
     mfu
-        Multiplies every time but that of messages between stages by one factor, so that
-        `Estimate.mfu` is this; None leaves them as the efficiencies make them.
+        Multiplies every time except those of messages between stages by one factor, so that
+        `Estimate.mfu` has this value; None leaves times as the efficiencies make them.
     time_factor
-        Multiplies every time: what `Estimate.factor` was of a configuration that was measured.
+        Multiplies every time: the `Estimate.factor` of a configuration that was measured.
     measured_step_s
-        What a step of this configuration takes: every time is multiplied so that it does. Copies
-        to the host keep their rate, of which a step says nothing.
+        Measured time of a step of this configuration: every time is multiplied so that the step has
+        this time. Copies to the host keep their rate, because the step's time does not show it.
     measured_peak_gib
         Peak that the framework's allocator reported, in GiB, the largest of all ranks. Activations,
         workspaces and buffers are multiplied so that the step with 1F1B has this peak.
     byte_factor
-        Multiplies these bytes: what `Estimate.byte_factor` was of a measured configuration.
+        Multiplies these bytes: the `Estimate.byte_factor` of a measured configuration.
     memory_bytes
         Of a device, or of each, instead of all it has.
     modes
-        Most modes of a stage's menu, keep counted (`optpipe.planning.menus`); 0: keep, offload and
-        recompute, as v1 has them.
+        Maximum number of modes of a stage's menu, with keep (`optpipe.planning.menus`); 0: keep,
+        offload and recompute, as v1 has them.
     pairs
-        Whether the problem lists which forwards and backwards may run together, and what of their
-        exchange with experts that hides (`optpipe.planning.overlap`).
+        Whether the problem lists the forwards and backwards that may run together, and how much of
+        their exchange with experts that hides (`optpipe.planning.overlap`).
     slices
-        Into so many slices of equal length every sequence is cut, each a micro-batch of the problem
-        with a cost of its own, those of one micro-batch a sample: keys and values stay on the
-        device, and the k-th slice attends to k of them. Model and step are of whole micro-batches.
+        Number of slices of equal length into which every sequence is cut. Each slice is a
+        micro-batch of the problem with a cost of its own; the slices of one micro-batch are a
+        sample. Keys and values stay on the device, and the k-th slice attends to k of them. Model
+        and step are of whole micro-batches.
     lengths
-        Tokens of each sequence of each micro-batch, as many micro-batches as there are: they are
-        unequal, and the problem has ``microbatches`` and ``costs``. ``training`` says all but
-        ``micro_batch``, ``sequence`` and ``lengths``; model, cut and step are those of the
-        micro-batch in the middle of all by work.
+        Tokens of each sequence of each micro-batch. Micro-batches are then unequal, and the problem
+        has ``microbatches`` and ``costs``. ``training`` gives all values except ``micro_batch``,
+        ``sequence`` and ``lengths``. Model, cut and step are those of the micro-batch with the
+        median work.
     costs
-        Most costs: micro-batches that take about as long are rounded up to one, number by number.
+        Maximum number of costs: micro-batches with similar times are rounded up to one cost, number
+        by number.
 
     Raises
     ------
@@ -506,7 +508,7 @@ def utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
 
 
 def _factor(reached: float, step_ms: float, **given: float | None) -> float:
-    """Return what multiplies all times, from the field that asks for it; 1 where none does."""
+    """Return the factor of all times, from the field that defines it; 1 without such a field."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise FieldError(

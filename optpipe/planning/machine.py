@@ -92,7 +92,7 @@ class PartTimes(NamedTuple):
         return self.forward.plus(self.backward_input).plus(self.backward_weight)
 
     def scaled(self, factor: float) -> PartTimes:
-        """Return all of it so many times."""
+        """Return a multiple of it."""
         return PartTimes(*(spent.times(factor) for spent in self))
 
 
@@ -144,7 +144,7 @@ class Machine(NamedTuple):
     # --- Parts of the model.
 
     def layer(self, shape: ModelShape, kind: LayerForm) -> PartTimes:
-        """Return what one layer takes, collectives that nothing hides and launches included."""
+        """Return the times of one layer, with collectives that nothing hides and with launches."""
         training = self.training
         forward, back, weight = self._computed(layer_costs(shape, training, kind).work)
         again = 1.0 if training.recompute & {"full"} else 0.0
@@ -188,7 +188,7 @@ class Machine(NamedTuple):
         )
 
     def embedding(self, shape: ModelShape) -> PartTimes:
-        """Return what the embedding takes, the reduction of its output included."""
+        """Return the times of the embedding, the reduction of its output included."""
         forward, back, weight = self._computed(embedding_costs(shape, self.training).work)
         if shape.trace is not None:
             sent = shape.trace.rank(self.training.tp).embedding
@@ -196,7 +196,7 @@ class Machine(NamedTuple):
         return PartTimes(forward._replace(tensor=self._reduce_ms(shape)), back, weight)
 
     def head(self, shape: ModelShape) -> PartTimes:
-        """Return what last norm, head and loss take."""
+        """Return the times of last norm, head and loss."""
         forward, back, weight = self._computed(head_costs(shape, self.training).work)
         if shape.trace is not None:
             sent = shape.trace.rank(self.training.tp).head
@@ -204,7 +204,7 @@ class Machine(NamedTuple):
         return PartTimes(forward, back._replace(tensor=self._reduce_ms(shape)), weight)
 
     def mtp(self, shape: ModelShape) -> PartTimes:
-        """Return what one multi-token prediction module takes: a layer, a projection, a head."""
+        """Return the times of one multi-token prediction module: a layer, a projection, a head."""
         training = self.training
         kind = shape.layer_kinds[-1]
         whole = self._computed(mtp_costs(shape, training).work)
@@ -252,10 +252,11 @@ class Machine(NamedTuple):
     def _cast_bytes(self) -> float:
         """Bytes read and written to cast one element to the narrow precision.
 
-        fp8 reads the element for its scale, reads it again to cast it, and writes it. Before
-        Blackwell, whose products take any layout, it writes it a second time, transposed
-        (Transformer Engine, current scaling). mxfp8 reads it once and writes it along rows and
-        along columns, with a scale for every 32. nvfp4 reads it twice.
+        * fp8 reads the element for its scale, reads it again to cast it, and writes it. GPUs before
+          Blackwell also write it transposed (Transformer Engine, current scaling). The products of
+          Blackwell take any layout.
+        * mxfp8 reads it once and writes it along rows and along columns, with a scale for every 32.
+        * nvfp4 reads it twice.
         """
         if self.training.precision == "fp8":
             return 5.0 if "mxfp8" in self.hardware.tflops else 6.0
@@ -325,8 +326,8 @@ class Machine(NamedTuple):
     def _tensor_bytes(self, shape: ModelShape, kind: LayerForm) -> tuple[float, float]:
         """Return what tensor parallelism moves in F and in the backward of a layer, per rank.
 
-        There are two all-reduces in F and two in I (Shoeybi et al. 2019, Megatron-LM, arXiv
-        1909.08053, section 3), or as many reduce-scatters and all-gathers of the same bytes. With
+        There are two all-reduces in F and two in I, or as many reduce-scatters and all-gathers of
+        the same bytes (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3). With
         sequence parallelism W gathers its two inputs again (Korthikanti et al. 2022, section
         4.2.2).
         """
@@ -536,13 +537,13 @@ class Machine(NamedTuple):
         return self._rate_ms(float(num_bytes), inside=False)
 
     def boundary_ms(self, num_bytes: float, *, inside: bool) -> float:
-        """Return what a boundary tensor takes to the next pipeline rank."""
+        """Return the time of a boundary tensor to the next pipeline rank."""
         return self.latency_ms(inside=inside) + num_bytes / (
             1e6 * self.link_gb_per_s(inside=inside)
         )
 
     def latency_ms(self, *, inside: bool) -> float:
-        """Return what a message takes besides its bytes."""
+        """Return the time of a message without that of its bytes."""
         return self.link_factor * (PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
 
     def link_gb_per_s(self, *, inside: bool) -> float:
@@ -575,7 +576,7 @@ class Machine(NamedTuple):
         return found
 
     def _link_ms(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """Return the time to send so many bytes to neighbours of a group, the slowest link's."""
+        """Return the time to send bytes to neighbours of a group, over the slowest link."""
         return self._rate_ms(num_bytes, inside=ranks * stride <= self.hardware.gpus_per_node)
 
     def _rate_ms(self, num_bytes: float, *, inside: bool) -> float:
@@ -586,13 +587,13 @@ class Machine(NamedTuple):
         return self.factor * num_bytes / (rate * self.efficiency.network * 1e6)
 
     def _beside(self, whole_ms: float, compute_ms: float) -> float:
-        """Return what of a layer's gathering and reducing its compute does not hide."""
+        """Return the part of a layer's gathering and reducing that its compute does not hide."""
         if not self.training.overlaps_data:
             return whole_ms
         return max(_BUSY_SHARE * whole_ms, whole_ms - compute_ms)
 
     def _copies_ms(self, shape: ModelShape, kind: LayerForm) -> float:
-        """Return what the copies to the host take, a layer's share of the offloaded ones."""
+        """Return the time of a layer's share of the copies to the host."""
         pcie = self.hardware.pcie_gb_per_s
         offloaded = self.training.offloaded_layers
         if not offloaded or pcie is None:
@@ -603,5 +604,5 @@ class Machine(NamedTuple):
 
 
 def _different(places: int, draws: int) -> float:
-    """Return how many of so many places are hit on the average by independent draws."""
+    """Return the expected number of different places that independent draws hit."""
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)

@@ -122,9 +122,10 @@ def with_menus(
 ) -> tuple[Model, Problem]:
     """Return a model and a cut of it with at most ``most`` modes for each layer and each stage.
 
-    A stage's menu counts layers. The model has one menu for all its layers, so that a stage may do
-    what its layers may: recompute none, half or all of them in full. Half of them is half of each
-    layer's numbers. For model, problem, machines and errors see `stages_with_menus`.
+    A stage's menu counts layers. The model has one menu for all its layers, so that a stage has
+    the modes of its layers. The modes recompute none, half or all of the layers in full. Half of
+    them is half of each layer's numbers. For model, problem, machines and errors see
+    `stages_with_menus`.
     """
     cut = stages_with_menus(model, problem, sizes=sizes, shape=shape, machines=machines, most=most)
     table = _Table(shape, machines[0], len(machines))
@@ -309,7 +310,7 @@ class _Table:
         )
 
     def option(self, chosen: _Selection, treatment: LayerTreatment, share: str) -> _ModeOffer:
-        """Return what several layers in one mode come to."""
+        """Return the sum of several layers in one mode."""
         again = [str(treatment)] if treatment.names else []
         again += [chosen.label if not again else f"{chosen.label} whole"] if chosen.label else []
         clauses = [f"recompute {', '.join(again)}"] if again else []
@@ -356,7 +357,7 @@ def _counts_of(table: _Table, own: Sequence[int]) -> Iterator[_Selection]:
 
 
 def _first(table: _Table, own: Sequence[int], whole: float) -> list[float]:
-    """Return 1 for the first so many layers, and 0 for all else."""
+    """Return 1 for each of the first layers, and 0 for all others."""
     before = accumulate(map(table.has_layer, own), initial=0)
     return [
         float(table.has_layer(index) and number < whole)
@@ -461,6 +462,6 @@ def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:
 
 
 def _beside_bytes(mode: CellMode) -> int:
-    """Return what F or B need while they run besides what is held between them."""
+    """Return the bytes that F or B need while they run, beyond those held between them."""
     in_backward = mode.inside_bytes + mode.backward_workspace_bytes
     return max(mode.forward_workspace_bytes, in_backward)

@@ -175,7 +175,7 @@ def _pairs_among(problem: Problem, stages: Sequence[PassPhases]) -> tuple[Licens
 
 
 def most_hidden(layers: Sequence[PassPhases]) -> list[tuple[float, float]]:
-    """Return the most ms that each layer's F, and its B, overlap with the other pass of a pair.
+    """Return the maximum ms that each layer's F, and B, overlap with the other pass of a pair.
 
     While one pass computes, the other can only exchange, and only once: a pass computes between two
     exchanges, and no phase is interrupted. So a computing phase overlaps with at most the longest

@@ -1,8 +1,8 @@
 """Parameters of a transformer's parts, and the bytes that a device always keeps for them.
 
-A layer of hidden width h without biases, with as many key/value heads as heads and an MLP of 4 h,
-has 12 h^2 parameters (Narayanan et al. 2021, arXiv 2104.04473, section 3.2). A test shows that the
-published totals of the catalogue are met exactly. All counts are those of one device of a
+A layer of hidden width h has 12 h^2 parameters (Narayanan et al. 2021, arXiv 2104.04473, section
+3.2), if it has no biases, as many key/value heads as heads, and an MLP of 4 h. A test checks that
+the counts equal the published totals of the catalogue. All counts are those of one device of a
 tensor-parallel group. With ``tp`` 1 they are the whole model's.
 """
 
@@ -79,7 +79,7 @@ class RankParameters(NamedTuple):
         return RankParameters(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, number: int) -> RankParameters:
-        """Return those of so many alike."""
+        """Return a multiple of the counts."""
         return RankParameters(*(number * count for count in self))
 
 
@@ -370,7 +370,7 @@ def static_bytes(counts: RankParameters, training: Training) -> StaticBytes:
     Adam's second one for embedding and head.
 
     ``zero`` 1 spreads the 12 over the data-parallel and context-parallel ranks, which hold the same
-    weights. 2 also spreads the gradients, and 3 also the weights. Those of an expert are spread
+    weights. 2 also spreads the gradients, and 3 also the weights. The state of an expert is spread
     over the ranks that hold it.
     """
     states = training.master_bytes + training.optimizer.moment_bytes

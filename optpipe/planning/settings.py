@@ -34,7 +34,7 @@ class FrameworkSettings:
     is_arguments
         Whether they were arguments, whose absence means the program's default.
     twice
-        Second values of names; they are refused where one is asked for.
+        Second values of names; reading such a name is refused.
     """
 
     words_of: Mapping[str, list[str]]
@@ -114,7 +114,7 @@ class FrameworkSettings:
         return self.integer(name, default, least=1)
 
     def layout(self) -> str:
-        """Return Megatron-Core's layout as its letters; empty where there is none."""
+        """Return Megatron-Core's layout as its letters; empty if there is none."""
         text = "".join(self.words("pipeline_model_parallel_layout")).removeprefix("|")
         for word, letter in _LAYERS.items():
             text = text.replace(word, letter)
@@ -208,7 +208,7 @@ _ITEM = re.compile(r"\s*((?:-\s+)+)(.*)")
 
 
 def _values(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the values of a text, and what is said otherwise elsewhere; ``model`` goes first."""
+    """Return the values of a text, and second values that differ; ``model`` takes precedence."""
     found: dict[str, list[str]] = {}
     twice: dict[str, str] = {}
     of_model: set[str] = set()

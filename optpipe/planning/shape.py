@@ -56,9 +56,9 @@ class Experts:
     shared_ffn
         Inner width of all experts together that every token goes through.
     dense_layers
-        So many first layers have the ordinary MLP instead.
+        Number of first layers that have the ordinary MLP instead.
     every
-        Of the layers behind those, the last of each ``every`` has experts (Llama 4 Maverick: 2).
+        Of the layers after those, the last of each ``every`` has experts (Llama 4 Maverick: 2).
     max_nodes
         A token goes to experts of at most so many nodes; 0 = of any (DeepSeek-V3, arXiv
         2412.19437, section 2.1.2, node-limited routing).
@@ -141,7 +141,7 @@ class ModelShape:
     qk_norm
         Whether queries and keys are normalised per head.
     norms
-        Norms of a layer: 2, or 4 (Gemma 2 and 3 have one behind each block too).
+        Norms of a layer: 2, or 4 (Gemma 2 and 3 also have one after each block).
     sinks
         Whether attention has a learned sink per head (GPT-OSS).
     window, full_every
@@ -149,7 +149,7 @@ class ModelShape:
         layers at all of them (GPT-OSS 2, Gemma 3 6, Llama 4 4); 1 = everywhere at all of them,
         more than there are layers = nowhere (Mistral 7B v0.1).
     mtp
-        Multi-token prediction modules behind the last layer (DeepSeek-V3, section 2.2): each a
+        Multi-token prediction modules after the last layer (DeepSeek-V3, section 2.2): each a
         projection of two hidden vectors into one, a layer, and the head again.
     tied
         Whether the head uses the embedding's matrix.
@@ -291,7 +291,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> tuple[tuple[LayerForm, int], ...]:
-        """The layers in model order: so many of a kind in a row."""
+        """The layers in model order: runs of one kind, with their lengths."""
         return tuple((kind, len(list(run))) for kind, run in groupby(self.layer_kinds))
 
 
@@ -459,7 +459,7 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How unequally tokens are routed to experts, and what limits that.
+    """The imbalance of tokens over experts, and its limits.
 
     Loads are relative to balanced routing: 1 is the mean of all expert-parallel ranks.
 
@@ -469,7 +469,7 @@ class Routing:
         One number: the load of the busiest rank, at least 1. Several: how often each expert is
         chosen, in any unit, from which the load follows.
     capacity
-        Tokens per expert are at most so many times the mean, and others are dropped (Megatron-Core:
+        Maximum tokens per expert, in multiples of the mean; others are dropped (Megatron-Core:
         ``moe_expert_capacity_factor``). None: no token is dropped.
     is_padded
         Whether each expert computes as many tokens as ``capacity`` allows
@@ -569,11 +569,10 @@ class Training:
         Whether norms, dropouts and the residual stream are split over the tensor-parallel ranks
         (Korthikanti et al. 2022, section 4.2.2).
     lean
-        Norm outputs, activation-function outputs and dropout masks are not kept but made again
-        in I (PipeOffload, arXiv 2503.01328, calls it the recomputation of LayerNorm, GeLU and
-        Dropout).
+        Norm outputs, activation-function outputs and dropout masks are not kept but recomputed in I
+        (PipeOffload, arXiv 2503.01328, calls it the recomputation of LayerNorm, GeLU and Dropout).
     recompute
-        What is made again in the backward, of `RECOMPUTABLE`.
+        The parts that the backward recomputes, of `RECOMPUTABLE`.
     cuda_graphs
         Whether the layers' launches are captured, so that the host costs nothing.
     ep_overlap
@@ -584,8 +583,8 @@ class Training:
     dispatch
         Precision in which they travel there; they come back, and gradients travel, in bf16.
     overlap
-        Whether tensor-parallel collectives, gradient reductions and gathered weights go beside
-        compute where they can (Megatron: ``--tp-comm-overlap``, ``--overlap-grad-reduce``,
+        Whether tensor-parallel collectives, gradient reductions and gathered weights overlap with
+        compute if they can (Megatron: ``--tp-comm-overlap``, ``--overlap-grad-reduce``,
         ``--overlap-param-gather``).
     offloaded_layers
         So many layers keep their activations in the host's memory.
@@ -594,8 +593,8 @@ class Training:
     routing
         How unequally tokens are routed to experts.
     kernels
-        megatron: the fused kernels of Megatron-Core and Transformer Engine, and fp32 master weights
-        beside bf16 weights. torch: PyTorch's operators and FSDP2, as torchtitan trains. FSDP2
+        megatron: the fused kernels of Megatron-Core and Transformer Engine, with bf16 weights and
+        fp32 master weights. torch: PyTorch's operators and FSDP2, as torchtitan trains. FSDP2
         stores sharded fp32 weights, which are the master weights.
     compiled
         Whether ``torch.compile`` fuses the operators of layers and loss (with ``kernels`` torch).
@@ -606,8 +605,8 @@ class Training:
         bytes and times are those of one of them, counted from 0. It attends to itself and to all
         before it, whose keys and values stay on the device.
     lengths
-        Tokens of each sequence that is packed into one of ``sequence`` tokens. None attends to
-        another. Empty: nothing is packed.
+        Tokens of each sequence that is packed into one of ``sequence`` tokens. No sequence attends
+        to another. Empty: nothing is packed.
     """
 
     micro_batch: int = 1
@@ -863,7 +862,7 @@ class Training:
             )
 
     def _check_traced(self, trace: TracedModel, name: str) -> None:
-        """Refuse what a trace says nothing about; ``name`` is the model's."""
+        """Refuse settings that a trace does not cover; ``name`` is the model's."""
         rank = trace.rank(self.tp)
         for is_other, field, value, text in (
             *self._untraced_work(trace),

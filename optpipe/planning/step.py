@@ -123,7 +123,7 @@ def balanced_sizes(
 
 
 def run_costs(costs: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sum of the costs of each run of layers, by [end, start]; inf where it is empty."""
+    """Return the sum of the costs of each run of layers, by [end, start]; inf if it is empty."""
     ends = np.array([0.0, *accumulate(costs)])
     width: NDArray[np.float64] = np.subtract.outer(ends, ends)
     width[np.triu_indices(len(ends))] = np.inf
@@ -131,11 +131,11 @@ def run_costs(costs: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float6
 
 
 def balanced_cut(costs: Sequence[NDArray[np.float64]]) -> tuple[tuple[int, ...], float]:
-    """Return the layers of each stage of the cut with the least largest stage cost, and that cost.
+    """Return the layers of each stage in the cut that minimises the largest stage cost; that cost.
 
-    Among these cuts the sum of squared costs is the least, and then the cut points are the latest:
-    a slow stage costs less waiting at both ends of a step if it comes earlier. Two dynamic programs
-    over the cut points find the cut exactly.
+    Among these cuts it has the minimum sum of squared costs, and then the latest cut points. An
+    earlier slow stage causes less waiting at both ends of a step. Two dynamic programs over the cut
+    points find the cut exactly.
 
     Parameters
     ----------
@@ -181,26 +181,26 @@ _MOST_BYTE_FACTOR = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCut:
-    """How a model is cut over pipeline ranks and run.
+    """The cut of a model over pipeline ranks, and its schedule.
 
     Parameters
     ----------
     pp, chunks, num_microbatches
         Pipeline ranks, stages of each, micro-batches of a step and replica.
     placement
-        Where stages stand: ``linear``, ``loop`` or ``v``.
+        Placement of stages: ``linear``, ``loop`` or ``v``.
     layout
-        ``even``: equally many layers a stage, as frameworks cut, embedding and head counted where
-        that comes out; ``balanced``: the slowest stage as fast as can be.
+        ``even``: the same number of layers per stage, as frameworks cut (`even_sizes`);
+        ``balanced``: the slowest stage is as fast as possible.
     schedule
-        ``1f1b``, interleaved with several chunks; or the Zero Bubble paper's (arXiv 2401.10241,
-        table 1) with one stage per rank: ``zb-h1`` fills its idle time with 2 (p - 1) W and holds p
-        micro-batches on every rank, ``zb-h2`` with 3 (p - 1) W, and holds 2 p - 1.
+        ``1f1b``, interleaved with several chunks; or, with one stage per rank, those of the Zero
+        Bubble paper (arXiv 2401.10241, table 1). ``zb-h1`` fills its idle time with 2 (p - 1) W and
+        holds p micro-batches on every rank; ``zb-h2`` with 3 (p - 1) W, and holds 2 p - 1.
     pairs
-        Whether forwards and backwards may run together, experts' exchange hidden: memory is that of
-        1F1B with one forward more before it alternates; `step_estimate` hides nothing.
+        Whether forwards and backwards may run together, which hides the experts' exchange. Memory
+        is that of 1F1B with one more forward before it alternates; `step_estimate` hides nothing.
     slices
-        Each micro-batch's sequences are cut into so many; `step_estimate` is of whole ones.
+        Number of slices of each micro-batch's sequences; `step_estimate` is of whole sequences.
     """
 
     pp: int = 1
@@ -373,7 +373,7 @@ def step_estimate(
     the stages before its first stage, and after its last backward (tail_r) their backwards. So a
     step takes at least the largest head_r + m b_r + tail_r with any schedule of fused backwards.
     Interleaved 1F1B has this length if stages are equal (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2). 1F1B with one stage per rank also waits where stages differ, which is counted.
+    section 2.2). 1F1B with one stage per rank also waits if stages differ; the time includes that.
 
     Parameters
     ----------
@@ -517,8 +517,8 @@ def _one_f_one_b(
 
     Rank r runs w = p - r F's and waits for the first backward, which has passed all later stages.
     Then it alternates. After its last F, the last backward comes when that micro-batch has passed
-    the later stages, too. In between, the period is at least the w-th part of the way from r to the
-    end and back, because at most w micro-batches are on it.
+    the later stages, too. In between, at most w micro-batches are on the path from r to the end and
+    back. So the period is at least the w-th part of that path.
     """
     p = len(stages)
     way = [0.0] * (p + 1)  # from the first F of a stage to the end and back, without its own B
@@ -652,7 +652,7 @@ def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
 def find_byte_factor(step: StepEstimate, measured_peak_bytes: float) -> float:
     """Return the factor of all bytes but static ones at which the step has a measured peak.
 
-    ``measured_peak_bytes`` is what the framework's allocator says: the largest of all ranks.
+    ``measured_peak_bytes`` is the peak of the framework's allocator, the largest of all ranks.
 
     Raises
     ------

@@ -114,7 +114,7 @@ class LinearBytes(FrozenValue):
         return self
 
     def at(self, sequences: int) -> int:
-        """Return the bytes of a micro-batch of so many sequences."""
+        """Return the bytes of a micro-batch, by its number of sequences."""
         return self.fixed_bytes + sequences * self.each_bytes
 
 
@@ -266,7 +266,7 @@ class TracedModel(FileValue):
     ranks
         Costs by degree of tensor parallelism, each degree once, in ascending order.
     refused
-        Degrees that were asked for and cannot be traced.
+        Requested degrees that cannot be traced.
     num_experts, active_experts
         Routed experts of a layer that has some, and how many of them a token goes through; 0 = the
         model has none.
@@ -346,7 +346,7 @@ class TracedModel(FileValue):
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that the document says."""
+        """A hash of the document's contents."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -368,7 +368,7 @@ class TracedModel(FileValue):
         return f"traced: {self.model_type}, {versions}{torch}, {self.kernels} kernels"
 
     def rank(self, tp: int) -> TracedRank:
-        """Return what a device of so many tensor-parallel ranks has.
+        """Return the costs on one of ``tp`` tensor-parallel ranks.
 
         Raises `FieldError` if the model was traced with other degrees.
         """

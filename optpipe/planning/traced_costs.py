@@ -1,7 +1,7 @@
 """The costs of layers from a trace instead of formulas, in a training's micro-batch and degrees.
 
 `optpipe.planning.costs` calls these functions for a shape with a trace.
-`optpipe.planning.shape.Training.check_divides` refuses what a trace does not say.
+`optpipe.planning.shape.Training.check_divides` refuses what a trace does not cover.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ def shape_of_trace(trace: TracedModel, name: str = "") -> ModelShape:
 
 
 def traced_layer_costs(trace: TracedModel, training: Training, kind: LayerForm) -> LayerCosts:
-    """Return what a layer costs; recomputation of all of it is in I."""
+    """Return the costs of a layer; recomputation of all of it is in I."""
     return _costs(trace.layer(training.tp, kind.traced), training)
 
 
 def traced_embedding_costs(trace: TracedModel, training: Training) -> LayerCosts:
-    """Return what the embedding costs; its scatter-add into gradients is work of its own."""
+    """Return the costs of the embedding; its scatter-add into gradients is work of its own."""
     found = _costs(trace.rank(training.tp).embedding, training, is_layer=False)
     weight = found.work.backward_weight._replace(gradient_bytes=0.0)
     return found._replace(work=found.work._replace(backward_weight=weight))
 
 
 def traced_head_costs(trace: TracedModel, training: Training, *, owns_matrix: bool) -> LayerCosts:
-    """Return what last norm, head and loss cost; ``owns_matrix`` is false for a tied head."""
+    """Return the costs of last norm, head and loss; ``owns_matrix`` is false for a tied head."""
     rank = trace.rank(training.tp)
     found = _costs(rank.head, training, is_layer=False)
     if owns_matrix:
@@ -78,7 +78,7 @@ def traced_head_costs(trace: TracedModel, training: Training, *, owns_matrix: bo
 
 
 def _costs(layer: TracedLayer, training: Training, *, is_layer: bool = True) -> LayerCosts:
-    """Return what a traced layer costs in a training."""
+    """Return the costs of a traced layer in a training."""
     b, ep = training.micro_batch, training.ep
     parameters = traced_parameters(layer.parameters, ep)
     passes = (layer.forward, layer.backward_input, layer.backward_weight)

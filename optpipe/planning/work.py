@@ -69,7 +69,7 @@ class LayerCosts(NamedTuple):
     parameters
         Parameters of the layer on this device.
     experts
-        The part of ``work`` behind the router: the router, the order of copies, all experts.
+        The part of ``work`` from the router on: the router, the order of copies, all experts.
     forward_workspace_bytes, backward_workspace_bytes
         Bytes that a pass needs only while it runs.
     """

@@ -1,8 +1,8 @@
 """Schedules as image files (PNG, SVG, PDF) with matplotlib: ``pip install 'optpipe[plot]'``.
 
-Panels share one time axis, so a schedule before and one after compare at a glance. Each panel has,
-per device, a compute lane with what comes back from the host above it and what goes there below,
-and a memory curve against the limit.
+Panels share one time axis, so that schedules before and after a change are easy to compare. For
+each device, a panel has a compute lane and a memory curve against the limit. Transfers from the
+host are above the compute lane, transfers to the host below it.
 """
 
 from __future__ import annotations
@@ -329,9 +329,9 @@ def _label(axis: Any, bars: Bars, inches_per_ms: float) -> None:
 def _draw_pixels(
     axis: Any, bars: Bars, num_devices: int, lanes: Sequence[LaneEdges], length_ms: float
 ) -> None:
-    """Draw an image whose columns mix the colours of what happens in them.
+    """Draw an image whose columns mix the colours of their bars.
 
-    What is idle of a column lets the bubble behind it through.
+    The idle share of a column is transparent and shows the bubble's colour.
     """
     pixels = pixels_of(
         bars, _palette(), num_devices=num_devices, length_ms=length_ms, num_columns=_NUM_COLUMNS

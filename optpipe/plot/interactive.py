@@ -1,8 +1,8 @@
-"""Schedules and frontiers to zoom into, in a browser: ``pip install 'optpipe[plot]'``.
+"""Interactive charts of schedules and frontiers in a browser: ``pip install 'optpipe[plot]'``.
 
 A chart is a bokeh layout. `chart_item` turns it into JSON for a page that has BokehJS already (the
-service's), `chart_html` into one file that needs nothing else. Neither asks the network for
-anything. This module needs bokeh: call `optpipe.plot.scene.require_drawing` before.
+service's), `chart_html` into one file that needs nothing else. Neither uses the network. This
+module needs bokeh: call `optpipe.plot.scene.require_drawing` before.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ _WRAPPING = {"flex-wrap": "wrap"}
 def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDOM:
     """Return schedules one above the other on one time axis, each with a memory chart below it.
 
-    Hovering over an action says in words what it is and shows its micro-batch's whole path, in
-    every view; a tap keeps the path and shows the memory of the action's device. The layout's
-    ``tags`` are the views' objectives in ms. The time axis is
-    the Range1d named ``time``, the views' figures are ``gantt-0``, ``gantt-1``, ... and
-    ``memory-0``, ``memory-1``, ... Raises `IllegalScheduleError` if programs get stuck.
+    Hovering over an action describes it in words and shows its micro-batch's whole path, in every
+    view. A tap keeps the path and shows the memory of the action's device. The layout's ``tags``
+    are the views' objectives in ms. The time axis is the Range1d named ``time``. The views' figures
+    are ``gantt-0``, ``gantt-1``, ... and ``memory-0``, ``memory-1``, ... Raises
+    `IllegalScheduleError` if programs get stuck.
     """
     drawings = [view.drawing for view in views]
     time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))
@@ -376,7 +376,7 @@ def chart_html(layout: LayoutDOM, *, title: str, theme: Theme = "light") -> str:
 
 
 def _theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:
-    """Return what bokeh applies to frames, axes, grids, titles and tooltips."""
+    """Return the styles that bokeh applies to frames, axes, grids, titles and tooltips."""
     look = PALETTES[theme]
 
     def text(name: str, colour: str, size: str = "12px") -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The Gantt chart of one schedule: one glyph call for all bars, one for the path on top."""
+"""The Gantt chart of one schedule, with one glyph call for all bars and one for the path on top."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _SHORTEST_SHARE = 1e-3
 _LABEL_COLOUR = "#14181c"
 
 MOST_AT_ONCE = 12_000
-"""Of more bars, a frame that moves has every tenth, and a script keeps to those near the frame."""
+"""With more bars, a moving frame draws every tenth, and a script only those near the frame."""
 
 _LABEL_COLUMNS = ("x", "y", "text")
 _PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *_LABEL_COLUMNS)
@@ -86,8 +86,8 @@ def draw_gantt(
 ) -> tuple[GlyphRenderer[Any], dict[str, Any]]:
     """Draw one schedule over a time axis; return the bars, and what the scripts read and change.
 
-    * ``has_sides``: whether to leave room for transfers beside compute.
-    * ``border_px``: room for the devices' names; equal for all figures of a layout, so that times
+    * ``has_sides``: whether to leave space for transfers above and below compute.
+    * ``border_px``: width for the devices' names; equal for all figures of a layout, so that times
       line up.
     """
     look = PALETTES[theme]
@@ -134,7 +134,7 @@ def left_border(names: list[str]) -> int:
 
 
 def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
-    """Return a row per bar, in types that are small and exact enough to draw and to tell."""
+    """Return a row per bar, in types that are small and exact enough to draw and to describe."""
     lanes = np.array(places(has_sides=has_sides))[bars.lane]
     middle = bars.device[:, np.newaxis]
     time = _time_type(bars)
@@ -194,10 +194,10 @@ def _draw_bars(plot: Any, source: ColumnDataSource, look: Palette) -> GlyphRende
 
 
 def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:
-    """Make the place for one micro-batch's bars over a veil; it is empty at first.
+    """Add the layer for one micro-batch's bars over a veil; it is empty at first.
 
-    It stands on the level that is painted apart from the bars: following the pointer does not draw
-    a hundred thousand bars again. Bokeh does not clip that level, so the script has to.
+    It is on the level that is painted apart from the bars, so a moving pointer does not repaint a
+    hundred thousand bars. Bokeh does not clip that level, so the script has to.
     """
     path = ColumnDataSource({name: [] for name in _PATH_COLUMNS})
     plot.quad(
@@ -289,8 +289,9 @@ def draw_memory(
 ) -> tuple[Any, dict[str, Any]]:
     """Draw the device that is fullest in proportion to its limit; scripts change to others.
 
-    Return the figure, and what the scripts read and change: all ``curves``, one after the other, in
-    ms and in the axis's unit; and ``devices``, of each the ``first`` row in them.
+    Return the figure, and the data that the scripts read and change. ``curves`` are all curves, one
+    after the other, in ms and in the axis's unit. ``devices`` has each device's ``first`` row in
+    them.
     """
     look = PALETTES[theme]
     limits = [device.usable_bytes for device in view.problem.devices]
@@ -431,7 +432,7 @@ def _name_device(plot: Any, shown: ColumnDataSource, unit: str) -> None:
 
 
 def _select(view: View, chosen: int, theme: Theme) -> Select:
-    # As much as stands over a select box.
+    # Cut the title to the width of a select box.
     title = view.title if len(view.title) <= _LABEL else view.title[: _LABEL - 1] + "…"
     options: list[str | tuple[Any, str]] = [
         (str(index), device.name) for index, device in enumerate(view.problem.devices)
@@ -512,7 +513,7 @@ def _add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
 
 
 def css_of(theme: Theme) -> str:
-    """Return what makes inputs, toolbars and their menus look like the page; bokeh's are white."""
+    """Return the styles that make inputs, toolbars and menus look like the page."""
     look = PALETTES[theme]
     arrow = (
         f"linear-gradient(45deg, transparent 50%, {look.text} 50%),"

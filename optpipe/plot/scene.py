@@ -1,7 +1,7 @@
 """A schedule as columns of numbers: one bar per action, one memory curve per device.
 
-Shared by the image files and the interactive chart; knows nothing of colours, pixels or libraries
-that draw. A hundred thousand actions are nine arrays, not a hundred thousand objects.
+The image files and the interactive chart share it. It does not depend on colours, pixels or drawing
+libraries. A hundred thousand actions are nine arrays, not a hundred thousand objects.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ __all__ = [
 
 
 LANES: tuple[Lane, ...] = ("compute", "d2h", "h2d", "grad_sync")
-"""What the column `Bars.lane` counts in."""
+"""The lanes; the column `Bars.lane` holds indices of them."""
 
 KINDS: tuple[ActionType | None, ...] = (
     ActionType.FORWARD,
@@ -92,7 +92,10 @@ KINDS: tuple[ActionType | None, ...] = (
     ActionType.RELOAD,
     None,
 )
-"""What the column `Bars.kind` counts in; None is a gradient reduction. RELEASE occupies nothing."""
+"""The kinds of bars; the column `Bars.kind` holds indices of them.
+
+None is a gradient reduction. RELEASE occupies nothing.
+"""
 
 UNKNOWN_BYTES = -1
 """In the columns `Bars.before` and `Bars.after`: how much the device held is not known."""
@@ -270,7 +273,7 @@ def curve_of(points: Sequence[tuple[float, int]]) -> Curve:
 def _held_around(
     problem: Problem, device: int, programs: Programs, intervals: Sequence[Interval], curve: Curve
 ) -> NDArray[np.int64]:
-    """Return bytes before and after each interval: by the walk; a reduction's by the clock."""
+    """Return bytes before and after each interval: of `memory_walk`, or by time for a reduction."""
     program = programs[device]
     steps = memory_walk(problem, device, program)
     pairs = [
@@ -288,7 +291,7 @@ def _held_around(
 class View:
     """One schedule of a chart: legal programs, over a memory limit or not.
 
-    * ``title``: stands before the numbers.
+    * ``title``: text before the numbers.
     * ``bound_ms``: proven lower bound of the problem's objective, where one is known.
     * ``measured``: per device, when it ran its actions, instead of a simulation.
     * ``has_memory``: whether the problem has sizes, and ``measured`` all actions of the programs.
@@ -396,9 +399,9 @@ def is_open(point: Point) -> bool:
     return not point.is_infeasible
 
 
-# --- Where a device's lanes stand in a picture: one row per device, device 0 on top.
-# The row of device d reaches from d - 0.5 to d + 0.5, downwards. Compute stands in the middle; what
-# comes back from the host above it, as gradient reductions do; what goes to the host below it.
+# --- The positions of a device's lanes in a picture: one row per device, device 0 on top.
+# The row of device d reaches from d - 0.5 to d + 0.5, downwards. Compute is in the middle.
+# Transfers from the host and gradient reductions are above it, transfers to the host below it.
 
 
 class LaneEdges(NamedTuple):
@@ -415,7 +418,7 @@ _BELOW = LaneEdges(0.30, 0.44)
 
 
 def has_side_lanes(bars: Bars) -> bool:
-    """Whether anything happens beside compute: transfers or gradient reductions."""
+    """Whether there is anything in addition to compute: transfers or gradient reductions."""
     return bool(np.any(bars.lane != LANES.index("compute")))
 
 
@@ -434,8 +437,8 @@ NUM_CODES = 2 * len(KINDS)
 class Pixels:
     """Lanes cut into columns of equal length.
 
-    * ``colour``: the mean of the colours of what happens in a column, by the time it takes; float32
-      of shape (devices, lanes, columns, 3), 0 to 1. Black where nothing does.
+    * ``colour``: the mean colour of a column's bars, weighted by their time; black without bars.
+      float32 of shape (devices, lanes, columns, 3), 0 to 1.
     * ``busy``: the share of a column that is filled, 0 to 1; float32, (devices, lanes, columns).
     """
 
@@ -485,7 +488,7 @@ def _groups(keys: NDArray[np.int32]) -> list[NDArray[np.int64]]:
 
 
 def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the most bytes held at any moment of each column between neighbouring edges.
+    """Return the maximum bytes held in each column between neighbouring edges.
 
     Columns from ``end_ms`` on hold what is held at the end.
     """
@@ -504,10 +507,10 @@ def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray
 def shares_of(
     start: NDArray[np.float64], end: NDArray[np.float64], edges: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Return how much of each column some bars fill that do not overlap, as shares of it.
+    """Return the share of each column that is filled by bars, which must not overlap.
 
-    The time filled up to a moment grows along a bar and stands still between bars: its values at
-    the edges of a column differ by what the column holds.
+    The time filled up to a moment grows along a bar and is constant between bars. A column's filled
+    time is the difference of its values at the column's edges.
     """
     order = np.argsort(start, kind="stable")
     start, end = start[order], end[order]
@@ -522,9 +525,9 @@ def shares_of(
 
 
 # --- The hues of actions, in every picture.
-# Two shades each, for even and odd micro-batches. Those that meet on one lane stay apart for people
-# with each kind of colour blindness (simulated after Machado, Oliveira and Fernandes 2009), compute
-# bears black text, and all show on a light and on a dark page.
+# Two shades each, for even and odd micro-batches. Colours of one lane differ for people with each
+# kind of colour blindness (simulated after Machado, Oliveira and Fernandes 2009). Black text is
+# readable on compute, and all colours are visible on a light and on a dark page.
 
 COLOURS: Mapping[ActionType, tuple[str, str]] = {
     ActionType.FORWARD: ("#85c8f5", "#6cb6ea"),
@@ -615,7 +618,7 @@ def require_drawing(suffix: str) -> None:
         )
 
 
-# --- The numbers behind a picture's title.
+# --- The numbers after a picture's title.
 
 
 def length_of(problem: Problem, drawing: Drawing) -> float:
@@ -624,10 +627,10 @@ def length_of(problem: Problem, drawing: Drawing) -> float:
 
 
 def headline(problem: Problem, drawing: Drawing, bound_ms: float | None) -> str:
-    """Return makespan, span where that is the objective, bubble; bound and gap where known.
+    """Return makespan, span if it is the objective, and bubble; bound and gap if known.
 
-    The bubble is the mean over the devices, with the busiest one's where that is another number. A
-    bound of 0 is always true and says nothing.
+    The bubble is the mean over the devices, with the busiest one's if that is another number. A
+    bound of 0 is always true, so it is left out.
     """
     facts = [f"makespan {format_ms(drawing.makespan_ms)} ms"]
     length = length_of(problem, drawing)
@@ -644,9 +647,9 @@ def headline(problem: Problem, drawing: Drawing, bound_ms: float | None) -> str:
     return ", ".join(facts)
 
 
-# --- What methods are called in pictures and on the page; files and the command line keep their
-# ids. The names are those of the papers. Every family of `optpipe_solver.families` has one here:
-# who draws a schedule of a file knows no solver.
+# --- The names of methods in pictures and on the page; files and the command line keep their ids.
+# The names are those of the papers. Every family of `optpipe_solver.families` has a name here, so
+# that drawing a schedule of a file needs no solver.
 
 TITLES: Mapping[str, str] = {
     "serial": "Serial",
@@ -682,5 +685,5 @@ TITLES: Mapping[str, str] = {
 
 
 def title_of(method: str) -> str:
-    """Return what a method is called: ``zb-h1+offload`` is ZB-H1 + offload; unknown ids stay."""
+    """Return a method's title: ``zb-h1+offload`` is ZB-H1 + offload; unknown ids stay."""
     return " + ".join(TITLES.get(part, part) for part in method.split("+"))

@@ -1,9 +1,9 @@
-"""A schedule as a picture in the terminal: who computes what when, what moves, what is held.
+"""A schedule as a picture in the terminal: compute, transfers and memory of each device over time.
 
-Per device one row of compute, a row for each direction of transfers that it uses, and a row of
-memory. Blocks are coloured where the terminal has colours and filled with distinct signs where it
-has none. Where a device has more actions than columns, columns are shared, and of many
-devices an evenly spaced few are shown.
+Each device has a row of compute, a row for each direction of transfers that it uses, and a row of
+memory. Blocks are coloured, or filled with distinct signs if the terminal has no colours. If a
+device has more actions than columns, actions share columns. Of many devices an evenly spaced few
+are shown.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _DIM, _BOLD, _BAD = Style(dim=True), Style(bold=True), Style(color="red", bold=T
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleView:
-    """A rich renderable of legal programs; programs over a memory limit are shown as such.
+    """A rich renderable of legal programs; it marks programs that exceed a memory limit.
 
     * ``problem``, ``programs``: what is shown.
-    * ``title``: first line; the numbers stand behind it.
+    * ``title``: first line, before the numbers.
     * ``length_ms``: end of the time axis; the makespan when None. Give two views the same one to
       compare them.
     * ``max_devices``: of more devices, this many, evenly spaced, are shown.
@@ -301,7 +301,7 @@ class _Picture:
 
 
 def _spread(count: int, at_most: int) -> list[int]:
-    """Return at most so many of 0..count-1, evenly spaced, first and last included."""
+    """Return a limited number of 0..count-1, evenly spaced, first and last included."""
     if count <= at_most:
         return list(range(count))
     if at_most == 1:
@@ -332,7 +332,7 @@ def short_order(letters: str) -> str:
     return " ".join(parts)
 
 
-# --- From intervals in ms to columns of characters; knows nothing of colours or terminals.
+# --- From intervals in ms to columns of characters, independent of colours and terminals.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The torch runtime: runs a schedule on torch.distributed, offloads and recomputes for real.
 
-Importing it says at once whether torch is there in a version it works with; torch itself is
-loaded only when a name is used, so that starting ranks (`optpipe.runtime.launch`) stays cheap.
+The import raises `MissingExtraError` if torch is missing or too old. torch itself is loaded only
+when a name is used, so that starting ranks (`optpipe.runtime.launch`) stays cheap.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _HOMES = {
     "measure": "measuring",
     "modes": "treatments",
 }
-"""In which module below this one a name is."""
+"""The submodule of each name."""
 
 
 def __getattr__(name: str) -> Any:

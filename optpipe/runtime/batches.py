@@ -61,7 +61,7 @@ class ChunkSpecs:
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """A batch in pieces, each list by micro-batch; a list is empty where nothing is used."""
+    """A batch in pieces, each list by micro-batch; a list is empty if nothing is used."""
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
@@ -288,7 +288,7 @@ def _check_divides(what: str, size: int, count: int) -> None:
 
 
 def _cut(values: Any, what: str, count: int, spec: Any) -> list[Any]:
-    """Cut tensors along dimension 0, or as a specification says; all else goes to all whole."""
+    """Cut tensors along dimension 0, or by a specification; other values go to all unchanged."""
     layout = _laid_out(values, spec, _first, what)
     sizes = _sizes_of(layout)
     if len(sizes) > 1:
@@ -310,7 +310,7 @@ class _Cuttable:
     dimension: int | None
 
     def part(self, index: int, count: int) -> Any:
-        """Return what a micro-batch gets."""
+        """Return the part of the value that belongs to a micro-batch."""
         if self.dimension is None:
             return self.value
         return self.value.chunk(count, self.dimension)[index]

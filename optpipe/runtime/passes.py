@@ -762,8 +762,9 @@ def _grouped_weights(
     """Return the weights of a module of experts that enter grouped products unchanged.
 
     These are the weights of transformers' experts with ``experts_implementation="grouped_mm"``, and
-    of torchtitan's experts in bf16: it casts other types, and their gradients pass through the
-    cast. ``gathered`` maps the sharded weights that FSDP2 gathers for the forward to their type.
+    of torchtitan's experts in bf16. torchtitan casts other types, and their gradients pass through
+    the cast. ``gathered`` maps the sharded weights that FSDP2 gathers for the forward to their
+    type.
     """
     own = module.parameters(recurse=False)
     stacked = [one for one in own if one.dim() == _STACKED and _can_defer(one)

@@ -71,7 +71,7 @@ class PipelineSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """How many parts a batch is cut into."""
+        """The number of parts that a batch is cut into."""
         return preflight.num_microbatches_of(self.schedule)
 
     @property
@@ -236,7 +236,7 @@ class Crossing(NamedTuple):
 def _known(
     spec: PipelineSpec, cut: Microbatches, bucket: Hashable, *, trains: bool
 ) -> tuple[dict[tuple[str, ...], int], list[int]]:
-    """Return by what all ranks know a kind of micro-batch, with its first; and the kind of each."""
+    """Return the first micro-batch by key of its kind, equal on all ranks; the kind of each."""
     own = [repr((cut.inputs(j), trains, _bucket_of(spec, bucket, j))) for j in spec.compared]
     keys = list(zip(*gather(own, spec.group), strict=True))
     firsts = {key: keys.index(key) for key in keys}
@@ -246,7 +246,7 @@ def _known(
 
 
 def _bucket_of(spec: PipelineSpec, bucket: Hashable, microbatch: int) -> Hashable:
-    """Return the bucket of a micro-batch, where they have some each."""
+    """Return the bucket of a micro-batch if each has its own, else the step's."""
     if spec.shapes is None or not spec.is_unequal:
         return bucket
     if not isinstance(bucket, tuple) or len(bucket) != spec.num_microbatches:

@@ -279,7 +279,7 @@ def check_reduced(stages: Mapping[int, nn.Module]) -> None:
 
 
 def check_split(program: Program, problem: Problem | None, deferred: Mapping[int, int]) -> None:
-    """Say what waits for W's; refuse those without work, unless the plan knows that they take none.
+    """Log the bytes that wait for each W; refuse a W without any, unless the plan gives it 0 ms.
 
     ``deferred`` are the bytes of weight gradient that a W makes, by stage.
     """
@@ -306,9 +306,8 @@ def num_microbatches_of(schedule: Schedule) -> int:
 
 
 # --- Checks that all ranks make together, so that a failure is a message everywhere and never a
-# hang. Every rank says what it found; every rank sees what all others found; if anything is wrong,
-# all of them raise the same text. After the first step there is no such round any more: a failure
-# is then found by `optpipe.runtime.watch`.
+# hang. All ranks exchange their findings. If anything is wrong, all of them raise the same text.
+# There is no such round after the first step: `optpipe.runtime.watch` then finds failures.
 
 
 class _Finding(NamedTuple):
@@ -417,7 +416,7 @@ def needs_of(
     boundary: Mapping[Action, BoundaryLevel],
     device: torch.device,
 ) -> Needs:
-    """Return what this rank will need; without a problem only its boundary tensors are known.
+    """Return the memory that this rank will need; without a problem only its boundary tensors.
 
     ``boundary`` are their bytes on the device with each pass and message. More than the
     problem reserves are refused: the limit that the plan keeps to would not be the device's.
@@ -528,7 +527,7 @@ def _shortages(rows: Sequence[tuple[tuple[str, str], int, int]], fix: str) -> li
 class TensorShape(NamedTuple):
     """Size and type of one boundary tensor; picklable, and equal where the tensors fit.
 
-    ``requires_grad`` says whether a gradient of it is sent back. ``name`` is that by which a stage
+    ``requires_grad``: whether a gradient of it is sent back. ``name`` is that by which a stage
     returned it in a dict, and by which the next one takes it; "" = by position. With a ``layout``
     it is this rank's shard of a DTensor. If not ``is_used``, no output of the last stage depended
     on it in the forward on zeros.
@@ -574,7 +573,7 @@ def as_tensors(values: object, what: str) -> tuple[Tensor, ...]:
 
 
 def named_tensors(output: object, what: str) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
-    """Return what a stage sends, and by which names; of a dict all that is not None."""
+    """Return the tensors that a stage sends, and their names; of a dict all that is not None."""
     if not isinstance(output, Mapping):
         tensors = as_tensors(output, what)
         return ("",) * len(tensors), tensors
@@ -610,7 +609,7 @@ def shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
 def meshes_of(
     index: int, stages: Mapping[int, nn.Module], given: DeviceMesh | None
 ) -> list[DeviceMesh]:
-    """Return where a stage's DTensors may lie: as was said, as its parameters, or as others'."""
+    """Return the meshes of a stage's DTensors: as given, of its parameters, or of others'."""
     modules = [stages[index], *(one for other, one in stages.items() if other != index)]
     parameters: Iterable[Any] = chain.from_iterable(one.parameters() for one in modules)
     found = (getattr(parameter, "device_mesh", None) for parameter in parameters)
@@ -671,7 +670,7 @@ def probe_pipeline(
 
 
 Dependencies = list[list[bool]]
-"""Of each output of a stage, whether it depends on each input."""
+"""For each output of a stage, whether it depends on each input."""
 
 
 def _probe_stage(
@@ -732,7 +731,7 @@ Spread = tuple[tuple[Layout, "DeviceMesh"] | None, ...]
 
 
 def spread_of(shapes: Shapes, meshes: Sequence[DeviceMesh]) -> Spread:
-    """Return how what a stage receives lies on its rank's meshes."""
+    """Return the layout of a stage's received tensors on its rank's meshes."""
     layouts = [shape.layout for shape in shapes]
     found = tuple(None if one is None else (one, one.find_mesh(meshes)) for one in layouts)
     return found if any(found) else ()

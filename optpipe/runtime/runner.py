@@ -112,8 +112,8 @@ class PipelineRunner:
     nor results, but what a micro-batch holds under autocast.
 
     If a rank raises, hangs or dies, all others raise `RankError` with the cause, the same on all,
-    within seconds; one that cannot, because it waits where no exception reaches it, ends with
-    `EXIT_CODE` and that cause on stderr (`optpipe.runtime.watch`).
+    within seconds. A rank that waits where no exception reaches it ends with `EXIT_CODE` and that
+    cause on stderr (`optpipe.runtime.watch`).
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class PipelineRunner:
     args_chunk_spec, kwargs_chunk_spec, target_chunk_spec
         The dimension along which whole positional inputs, keyword inputs (by name) and targets are
         cut: an int, torch's ``TensorChunkSpec``, or None for a tensor that all micro-batches share.
-        Give one for all tensors, or one for each in the same tuples and dicts. `step` says what is
+        Give one for all tensors, or one for each in the same tuples and dicts. `step` lists what is
         cut without them.
     output_merge_spec
         The dimension along which the outputs of micro-batches are joined, in the same form; None
@@ -785,7 +785,7 @@ def _ties_in(stages: Any) -> list[Tie]:
 
 
 def _is_linear(graph: fx.Graph) -> bool:
-    """Whether a traced module is a linear layer, and nothing else."""
+    """Whether a traced module is exactly a linear layer."""
     match list(graph.nodes):
         case [fx.Node(op="placeholder") as given, *own, product, fx.Node(op="output") as output]:
             names = [f"{one.op} {one.target}" for one in own]

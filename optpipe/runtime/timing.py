@@ -1,9 +1,9 @@
-"""Times of every action while a pipeline trains, on one step in so many.
+"""Times of every action while a pipeline trains, on one of ``every`` steps.
 
 An `ActionTimer` observes a `PipelineRunner`. On a sampled step it takes a mark before and after
-every action and behind every copy; on CUDA marks are events, which nobody waits for before the
-next sampled step. On all other steps it compares one action and returns. What it costs stands
-in ``benchmarks/RESULTS.md``.
+every action and after every copy. On CUDA the marks are events, and the timer waits for them only
+at the next sampled step. On all other steps it compares one action and returns.
+``benchmarks/RESULTS.md`` has its costs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["DEFAULT_EVERY", "ActionTimer", "DeviceTimes", "MeasuredStep", "align
 
 
 # --- One time axis for what several devices measured on clocks of their own.
-# Each device says what the wall clock showed at its zero. Wall clocks of different hosts differ by
+# Each device reports the wall clock at its zero. Wall clocks of different hosts differ by
 # milliseconds, so they are believed only as far as the pipeline's own messages allow: nothing can
 # be received before it was sent. A message from a to b bounds the shift between the two clocks on
 # one side and one from b to a on the other, as in Cristian's "Probabilistic clock synchronization"
@@ -45,7 +45,7 @@ __all__ = ["DEFAULT_EVERY", "ActionTimer", "DeviceTimes", "MeasuredStep", "align
 
 
 class DeviceTimes(NamedTuple):
-    """What one device did in one step, in program order, in ms on its own clock.
+    """The actions of one device in one step, in program order, in ms on its own clock.
 
     ``wall_ms`` is the wall clock when the device's own showed zero.
     """
@@ -92,12 +92,12 @@ def align(times: Sequence[DeviceTimes]) -> MeasuredStep:
 
 
 def _shifts(times: Sequence[DeviceTimes]) -> dict[int, float]:
-    """Return what is added to each device's times.
+    """Return the shift of each device's times.
 
-    Beginning with the wall clocks, a receiver that would be too early is moved later, with as many
-    rounds over all messages as there are devices. As with Bellman and Ford's longest paths, the
-    wishes of all messages are then met if any shifts meet them; true clocks do, so only errors of
-    measuring the times themselves stand against it.
+    The shifts begin with the wall clocks. A receiver that would be too early is moved later, in as
+    many rounds over all messages as there are devices. As with Bellman and Ford's longest paths,
+    all messages are then consistent if any shifts make them so. True clocks do, so only errors of
+    measurement can prevent it.
     """
     # Small numbers: a wall clock in ms leaves doubles little room for microseconds.
     shifts = {own.device: own.wall_ms - times[0].wall_ms for own in times}
@@ -126,8 +126,11 @@ def _lags(times: Sequence[DeviceTimes]) -> dict[tuple[int, int], float]:
 
 
 DEFAULT_EVERY = 50
-"""At 2 us an action on sampled steps and 0.1 us on others (CPU, ``benchmarks/RESULTS.md``) this is
-below 1% of a step wherever actions take 20 us or more."""
+"""The overhead is below 1% of a step if actions take 20 us or more.
+
+The timer takes 2 us an action on sampled steps and 0.1 us on others (CPU,
+``benchmarks/RESULTS.md``).
+"""
 
 _KEPT_STEPS = 8
 _DOWN, _UP = 0, 1
@@ -161,7 +164,7 @@ class ActionTimer:
     runner
         Whose actions are timed, from its next step on.
     every
-        One step in so many is sampled; the same on all ranks.
+        One of this many steps is sampled; the same on all ranks.
     clock
         Takes the times; that of the runner's device if None.
 
@@ -309,14 +312,14 @@ def _read(
                 name, back[cell] = "h2d", end
             copies.append((lane, copied_bytes, end - start))
         elif action.type.is_backward:
-            # The mark stands before the wait for a reload.
+            # The mark comes before the wait for a reload.
             start = min(end, max(start, back.get(cell, 0.0)))
         intervals.append(Interval(device, name, action, start, end))
     return tuple(intervals), copies
 
 
 class _TimedCopies:
-    """Copy lanes that tell a timer when copies end."""
+    """Copy lanes that notify a timer when copies end."""
 
     def __init__(self, copies: Copies, timer: ActionTimer) -> None:
         self._copies = copies

@@ -196,7 +196,7 @@ def is_transformed(tensor: Tensor) -> bool:
 def reduce_by_ddp(module: DistributedDataParallel) -> None:
     """Let DDP reduce the gradients that are there, as at the end of a backward of its own.
 
-    A W makes gradients without autograd, of which DDP hears nothing. A backward of zeros fires its
+    A W makes gradients without autograd, so DDP does not notice them. A backward of zeros fires its
     hooks: its buckets then take each parameter's whole gradient, the zeros added.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -229,9 +229,9 @@ def prepare_ddp_reduction(module: DistributedDataParallel, roots: Sequence[Tenso
 class FsdpReduction:
     """When FSDP2 reduces the gradients of a stage: once in a step, after the last W or B.
 
-    A W adds to ``.grad`` without autograd, so FSDP2's hooks do not see it. A method of the stage
-    that FSDP2 takes for a forward runs forward and backward on a zero: the hooks of the stage and
-    of all its parts then take up the gradients that are there. All of this is public API.
+    A W adds to ``.grad`` without autograd, so FSDP2's hooks do not see it. FSDP2 takes a method of
+    the stage for a forward. It runs forward and backward on a zero, and the hooks of the stage and
+    of all its parts then take up the existing gradients. All of this is public API.
     """
 
     def __init__(self, module: FSDPModule) -> None:
@@ -379,7 +379,7 @@ def alias_no_view(tensor: Tensor) -> Tensor:
 
 
 def parts_with_memory(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors whose memory this one is made of: itself, but for wrappers like DTensor."""
+    """Yield the tensors whose memory this one uses: itself, except for wrappers like DTensor."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -404,7 +404,7 @@ def dtensor_of(
 def is_grouped_product(function: object) -> bool:
     """Whether a torch function is the product of groups of rows with a matrix each.
 
-    ``functional.grouped_mm`` calls it, and torchtitan by itself.
+    ``functional.grouped_mm`` calls it, and torchtitan calls it directly.
     """
     return function is torch._grouped_mm  # noqa: SLF001
 
@@ -514,11 +514,11 @@ def backends(group: ProcessGroup | None) -> dict[str, str]:
 def group_of_messages(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the group whose messages have a queue per neighbour; all ranks together.
 
-    The group itself, but where some rank has bound a device to it or to the default group
-    (``init_process_group(device_id=...)``). NCCL's communicator of such a group is made at once and
-    carries all messages of a rank on one stream, one behind the other. Then it is a group of the
-    same ranks made while no device is bound, whose communicators NCCL makes for two ranks each, at
-    their first message.
+    This is the group itself, unless some rank has bound a device to it or to the default group
+    (``init_process_group(device_id=...)``). NCCL makes the communicator of such a group
+    immediately, and it carries all messages of a rank one after the other on one stream. Then the
+    result is a new group of the same ranks, made while no device is bound. NCCL makes its
+    communicators for two ranks each, at their first message.
     """
     default = distributed_c10d._get_default_group()  # noqa: SLF001
     bound = default.bound_device_id
@@ -537,9 +537,9 @@ def group_of_messages(group: ProcessGroup | None) -> ProcessGroup | None:
 def group_alike(group: ProcessGroup | None, backend: str | None = None) -> ProcessGroup:
     """Return a new group of the same ranks, which make it together and without all others.
 
-    It has the name that its first rank gives it. Left to itself, each rank would name it by how
-    many groups it is in, and ranks that are in more or fewer (the first and last stages share one
-    for tied embeddings in Megatron-Core) would wait for each other for ever.
+    Its first rank names it. By default each rank would name it by the number of groups that the
+    rank is in. Ranks in more or fewer groups would then wait for each other for ever. For example,
+    in Megatron-Core the first and last stages share a group for tied embeddings.
     """
     members = dist.get_process_group_ranks(group)
     naming = distributed_c10d._process_group_name  # noqa: SLF001
@@ -565,7 +565,7 @@ def group_size(group: Any) -> int:
 
 
 def join_fake_ranks(count: int) -> None:
-    """Be the first of so many ranks that are not there: collectives move nothing."""
+    """Join a fake group of ``count`` ranks as its only real one; collectives move nothing."""
     # Few need this module, which is slow to import.
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 

@@ -402,8 +402,8 @@ class ChangingBuffers:
     A later F compares their versions and identities. A change through ``.data`` changes neither, so
     small buffers are always restored.
 
-    If a recomputation writes into a buffer that its F left alone, the buffer gets the new value, or
-    the difference if other passes have changed the buffer since that F.
+    A recomputation may write into a buffer that its F left alone. The buffer then gets the new
+    value, or the difference if other passes have changed the buffer since that F.
     """
 
     def __init__(self, module: nn.Module) -> None:

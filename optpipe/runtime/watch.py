@@ -431,7 +431,7 @@ class Watchdog:
         return f"{reason}this rank cannot continue: {cause.text}"
 
     def _wait_until_read(self) -> None:
-        """Wait until all other ranks know the cause; give up soon, as one of them may be dead."""
+        """Wait until all other ranks have read the cause; give up soon, as one may be dead."""
         deadline = time.monotonic() + self._short_timeout_s
         with suppress(RuntimeError):
             num_others = len(self._store.read_others())
@@ -488,7 +488,7 @@ class Watchdog:
         return cause
 
     def _suspect(self, state: ActionState) -> Cause | None:
-        """Return the fault that this rank sees at itself or at a peer, if any."""
+        """Return the fault that this rank detects in itself or in a peer, if any."""
         activity, own = self._activity, self._store.rank
         if not activity.is_in_phase:
             return None

@@ -71,7 +71,7 @@ class MegatronOption(NamedTuple):
         Of a configuration: the path of an attribute, or a function. `ABSENT` is not written.
     flag
         Argument of Megatron-LM, by default the field's name with dashes; None: another one sets
-        it. An argument for False stands in ``negative``.
+        it. ``negative`` is the argument for False.
     read_as
         Other names under which texts have it.
     """
@@ -162,7 +162,7 @@ def _backend(c: Configuration) -> Any:
 def _if_pipeline(
     value: Callable[[Configuration], Any], least: int = 1
 ) -> Callable[[Configuration], Any]:
-    """Return the value of a pipeline with at least so many stages on each of several ranks."""
+    """Return the value for several ranks with at least ``least`` stages each, else ABSENT."""
     return lambda c: value(c) if c.pipeline.pp > 1 and c.pipeline.chunks >= least else ABSENT
 
 
@@ -325,7 +325,7 @@ OPTIONS = (
 
 
 def check_arguments_have(shape: ModelShape) -> None:
-    """Refuse a model that Megatron-LM's arguments cannot say; raises `InputError`."""
+    """Refuse a model that Megatron-LM's arguments cannot express; raises `InputError`."""
     if shape.norms != 2:
         raise InputError(
             f"model {shape.name!r} has {shape.norms} norms in a layer: Megatron-LM's arguments "

@@ -196,7 +196,7 @@ def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
 
 
 def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
-    """Yield what no configuration says."""
+    """Yield the settings that no configuration can express."""
     pp = said.degree("pipeline_model_parallel_size", 1)
     group = said.integer("microbatch_group_size_per_vp_stage", pp)
     yield (
@@ -518,7 +518,7 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
 def _stages_said(
     said: FrameworkSettings, shape: ModelShape, pp: int
 ) -> tuple[tuple[StageLayers, ...], int]:
-    """Return what the text says that stages hold, () where it says nothing, and the chunks."""
+    """Return the text's layers of each stage, () if it has none, and the chunks."""
     options = [name for name in _SPLIT if said.has(name)]
     virtual = [name for name in _VIRTUAL if said.has(name)]
     if said.layout():
@@ -558,7 +558,7 @@ def _stages_said(
 def _stages_of_layout(
     said: FrameworkSettings, pp: int, options: list[str]
 ) -> tuple[tuple[StageLayers, ...], int]:
-    """Return what a layout has on each stage, and the chunks."""
+    """Return the layers of each stage in a layout, and the chunks."""
     name = "pipeline_model_parallel_layout"
     others = options + [_VIRTUAL[0]] * said.has(_VIRTUAL[0])
     if others:
@@ -600,7 +600,7 @@ class MegatronSplit:
     num_layers, pp, chunks
         Transformer layers, pipeline ranks, and stages of each rank.
     first, last
-        Layers of the first and the last rank; None where they are not given.
+        Layers of the first and the last rank; None if they are not given.
     embedding, loss
         Whether embedding and head count as a layer.
     """
@@ -623,7 +623,7 @@ class MegatronSplit:
 
     @property
     def values(self) -> tuple[int | None, ...]:
-        """The options in the order of their names; None where one is not given."""
+        """The options in the order of their names; None if one is not given."""
         return self.first, self.last, self.embedding or None, self.loss or None
 
     @property

@@ -118,7 +118,7 @@ def unwritten(configuration: Configuration) -> Iterator[str]:
 def nearest_start(
     framework: str, shape: ModelShape, training: Training, pipeline: PipelineCut
 ) -> tuple[Training, PipelineCut] | None:
-    """Return the nearest training and pipeline that no rule refuses; None where none is known."""
+    """Return the nearest training and pipeline that no rule refuses; None if none is known."""
     for _ in RULES[framework]:
         rule = next(broken_rules(framework, shape, training, pipeline), None)
         if rule is None:

@@ -1,4 +1,4 @@
-"""A configuration as a torchtitan 0.3.0 config, and what one says of a configuration.
+"""Writes a configuration as a torchtitan 0.3.0 config, and reads one.
 
 A config is a Python function that returns a ``Trainer.Config``: ``torchtitan/config/manager.py``
 finds it by ``--module`` and ``--config``. Written ones start from a function of the model's family

@@ -1,4 +1,4 @@
-"""Measures stages on the real thing: times, bytes, copies and links, as a problem needs them."""
+"""Measures stages on real devices: times, bytes, copies and links, as a problem needs them."""
 
 from optpipe.runtime.measuring.layers import (
     ModelProfile,

@@ -1,11 +1,11 @@
 """Causal language models of the installed transformers, built without data from a config.json.
 
-A model is what `AutoModelForCausalLM` makes of a configuration, on "meta" and in bf16. Only classes
-of the installed package are used; code in a repository (``auto_map``) is never run. Of a wrapper
-with images or sound, the text part is built.
+`AutoModelForCausalLM` makes the model of a configuration, on "meta" and in bf16. Only classes of
+the installed package are used; code in a repository (``auto_map``) is never run. Of a wrapper with
+images or sound, the text part is built.
 
-Blocks are the outermost lists of modules that have modules of their own. `LayerKinds` says which of
-them do the same work: the same class, shapes and settings, inside and in the call.
+Blocks are the outermost lists of modules that have modules of their own. `LayerKinds` groups blocks
+that do the same work: the same class, shapes and settings, inside and in the call.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def read_config(data: dict[str, Any]) -> TextConfig:
 
 
 def _differs(config: Any, data: dict[str, Any]) -> bool:
-    """Whether a configuration has another size than the file says."""
+    """Whether a configuration has another size than the file."""
     return any(
         isinstance(data.get(name), int) and getattr(config, name, None) != data[name]
         for name in ("num_hidden_layers", "hidden_size")
@@ -115,7 +115,7 @@ def _differs(config: Any, data: dict[str, Any]) -> bool:
 
 
 _NOT_READ = frozenset({"auto_map", "quantization_config", "transformers_version", "model_type"})
-"""Fields that say how a checkpoint is stored, or name code that is not run."""
+"""Fields about the storage of a checkpoint, or with names of code that is not run."""
 
 
 def build_model(given: TextConfig) -> nn.Module:

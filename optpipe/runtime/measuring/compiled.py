@@ -7,8 +7,8 @@ partitioner chooses what the forward keeps. The two graphs then run operator by 
 * All other operators between products are fused. Those that depend on the same products, and read
   each other's results or the same tensor in full, are one kernel. It reads each tensor once, and
   writes what other kernels or the caller need. It computes elementwise operators again instead of
-  reading their result if what they read is no more bytes. This is a model of Inductor, whose own
-  choices are not asked.
+  reading their result if their inputs have no more bytes. This is a model of Inductor, whose own
+  choices are not used.
 * Gradients of the weights of linear layers run in W. The others, as of norms, biases and experts,
   run in I. As in `optpipe.runtime.passes`, I copies both factors of each product for W.
 """
@@ -234,7 +234,7 @@ class _Graph:
 class _BackwardGraph(_Graph):
     """Runs a backward, and returns None for the gradients that W computes.
 
-    ``deferred`` says of each of the first results whether W computes it if a product makes it.
+    ``deferred``: for each of the first results, whether W computes it if a product makes it.
     """
 
     is_backward = True
@@ -321,7 +321,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _home(node: fx.Node) -> fx.Node:
-    """Return what a node is a view of."""
+    """Return the node that a node is a view of."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -386,7 +386,7 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 
 def _reads_of_group(group: list[fx.Node]) -> list[fx.Node]:
-    """Return what a fused kernel reads.
+    """Return the nodes that a fused kernel reads.
 
     It computes elementwise operators of other kernels again where their sources are no more bytes.
     """
@@ -401,7 +401,7 @@ def _reads_of_group(group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
-    """Return what the elementwise operators before a node read."""
+    """Return the nodes that the elementwise operators before a node read."""
     found, seen, left = set(), {node}, [node]
     while left:
         for one in _reads(left.pop()):

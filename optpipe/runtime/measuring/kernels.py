@@ -18,8 +18,8 @@ Sources of the tensors that kernels keep:
 * causal convolution: ``CausalConv1dFn`` of Dao-AILab/causal-conv1d: input and weights.
 * fused norms, activations, rotary embeddings and loss: Liger Kernel (arXiv 2410.10989).
 * experts: ``moe_permute`` and ``moe_unpermute`` of Transformer Engine, which keep the order of
-  copies, and ``weighted_bias_swiglu_impl`` of Megatron-Core, which multiplies by the router's
-  scores in the activation's kernel, so that the outputs of experts are not kept.
+  copies. ``weighted_bias_swiglu_impl`` of Megatron-Core multiplies by the router's scores in the
+  activation's kernel, so that the outputs of experts are not kept.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def run_leaf(
 
 
 class _Tracing:
-    """Whether leaf kernels are traced into a graph, which knows them by what they return."""
+    """Whether leaf kernels are traced into a graph, which identifies them by their results."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -242,7 +242,7 @@ def register_attention() -> None:
 
 
 class _Spans:
-    """Masks of the model's making -> how many keys a query sees, while nobody has changed them."""
+    """Masks that the model made -> number of keys that a query sees; unchanged masks only."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Tensor, int | None]] = {}
@@ -264,7 +264,7 @@ _spans = _Spans()
 
 
 def is_known_mask(tensor: Tensor) -> bool:
-    """Whether a mask only says which keys a kernel skips, so that no kernel reads it."""
+    """Whether a mask only selects the keys that a kernel skips, so that no kernel reads it."""
     return _spans.known(tensor)
 
 
@@ -365,9 +365,9 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """Replace the gated delta rule; shapes (b, tokens, heads, width), gates of heads or of widths.
 
-    FLOPs per token and head, for widths k and v and chunks of c tokens: six products with the state
-    (3 of 2 k v), three of c k, and two of c v. The inverse of a triangle takes c^2 / 3. The
-    backward does each product twice, and those of the states again.
+    FLOPs are per token and head, for widths k and v and chunks of c tokens. Six products with the
+    state take 3 of 2 k v; the others are three of c k, and two of c v. The inverse of a triangle
+    takes c^2 / 3. The backward does each product twice, and those of the states again.
     """
     batch, tokens, heads, v = value.shape
     k = query.shape[-1]
@@ -662,8 +662,8 @@ def _routed_experts(
     """Replace ``grouped_mm_experts_forward``: one gather, two grouped products, one scatter.
 
     A kernel copies each token for its experts, and one sums the copies. Both read and write all
-    copies, as where experts are on other ranks, which send and receive them. The kernel between the
-    products adds the bias, runs the activation, and multiplies by the router's scores; a norm of
+    copies, as if experts were on other ranks, which send and receive them. The kernel between the
+    products adds the bias, runs the activation, and multiplies by the router's scores. A norm of
     the outputs comes before the scores.
     """
     hidden = hidden_states.shape[-1]

@@ -64,7 +64,7 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """What a rank sends around a ring."""
+        """Bytes that a rank sends around a ring."""
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * self.num_bytes * (self.ranks - 1) / self.ranks
 

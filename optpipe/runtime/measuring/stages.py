@@ -126,7 +126,7 @@ def _called(option: str, name: str, arguments: dict[str, int | None], form: str)
 
 
 def load_function(option: str, name: str) -> Callable[..., Any]:
-    """Return what ``module:function`` names; an `InputError` speaks of the option that said it."""
+    """Return the object ``module:function``; an `InputError` names the option that gave it."""
     module_name, separator, function_name = name.partition(":")
     is_name = all(part.isidentifier() for part in module_name.split("."))
     if not (separator and is_name and function_name.isidentifier()):

@@ -92,7 +92,7 @@ def trace_config(
     kernels: TracedKernels = "torch",
     lora: Lora | None = None,
 ) -> TracedModel:
-    """Return what each kind of layer of a model costs, counted from the model's own code.
+    """Return the costs of each kind of layer of a model, counted from the model's own code.
 
     Parameters
     ----------
@@ -755,7 +755,7 @@ def _trained(values: Any) -> list[Tensor]:
 
 
 def _detached(value: Any) -> Any:
-    """Return a tensor without its graph that still says whether it needs a gradient."""
+    """Return a tensor without its graph, but with its ``requires_grad``."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)

@@ -1,4 +1,4 @@
-"""A device that is not there: stages run on tensors without data, and times come from a catalogue.
+"""A simulated device: stages run on tensors without data, and times come from a catalogue.
 
 Tensors are on "meta". The clock adds up the times of operators (`operator_ms`), the meter counts
 live storages, and rates of copies and links come from the accelerator's numbers. All else is the
@@ -113,7 +113,7 @@ def _message_ms(
 
 @contextmanager
 def use_fake_ranks(count: int) -> Iterator[None]:
-    """Be the first of so many ranks inside the context; the others are not there.
+    """Make this process the first of ``count`` ranks inside the context; the others do not exist.
 
     Stages that share their tensors with these ranks (``parallelize_module``, ``fully_shard``) are
     traced as this rank's part. They must be made on "meta".

@@ -123,7 +123,7 @@ class SavedStorages:
             self._sizes |= one._sizes  # noqa: SLF001 - of the same class
 
     def count(self, least: int = 0) -> int:
-        """Return the bytes of storages that have at least so many."""
+        """Return the bytes of storages of at least a minimum size."""
         return sum(size for size in self._sizes.values() if size >= least)
 
 

@@ -9,9 +9,9 @@
     runner = PipelineRunner({rank: stages[rank]}, schedule, loss_of(config), ties=ties_of(...))
 
 A stage is the model with some of its decoder layers, called by the model's own ``forward``. The
-first takes token ids, the others take hidden states of the one before, the last gives logits. So
-masks and rotary tables are made on every stage by the model's code, from ``attention_mask`` and
-``position_ids`` where a step is given them. Caches are for generation; there are none.
+first takes token ids, the others take hidden states of the previous stage, the last returns logits.
+So the model's code makes masks and rotary tables on every stage, from ``attention_mask`` and
+``position_ids`` if a step has them. There are no caches, which are for generation.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class _Nothing(nn.Module):
 
 
 def _keep_layers(part: Any, config: Any, start: int, end: int) -> None:
-    """Let a stage's configuration say what it says of the layers that it holds."""
+    """Restrict a stage's configuration to the layers that it holds."""
     own = copy.deepcopy(config)
     own.num_hidden_layers = end - start
     key = config.attribute_map.get("layer_types", "layer_types")

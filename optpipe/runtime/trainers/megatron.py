@@ -8,14 +8,14 @@
     losses = forward_backward(forward_step_func=..., data_iterator=..., model=model, ...)
 
 A rank's model chunks, in their order, are its stages in the order of the placement. Megatron's own
-`forward_step` runs each forward, so losses, token counts, MoE and MTP scales are made as by its
-schedules; so are reductions and `finalize_model_grads_func`.
+`forward_step` runs each forward. So losses, token counts, MoE and MTP scales, reductions and
+`finalize_model_grads_func` are as in its own schedules.
 
-Weight gradients of `ColumnParallelLinear` and `RowParallelLinear` are made in W: they call a
-product of their own, here replaced on each layer by one that asks `WeightGradients` whether to make
-the weight's gradient or to put it aside. What W makes goes through autograd, so that hooks hear of
-it: Megatron's data parallelism adds gradients to ``main_grad`` and reduces them in hooks that
-nobody can see.
+W computes the weight gradients of `ColumnParallelLinear` and `RowParallelLinear`. These layers call
+a product of their own. The split replaces it on each layer by one that lets `WeightGradients`
+decide: compute the weight's gradient, or put it aside. The gradients of W go through autograd, so
+that hooks run. Megatron's data parallelism adds gradients to ``main_grad`` and reduces them in
+hooks that are not public.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ __all__ = [
 def split_parallel_linears(model: nn.Module, gradients: WeightGradients) -> int:
     """Let Megatron's parallel layers put weight gradients aside, in place; return how many can.
 
-    Left alone, and made in I, are those with sequence parallelism, whose W would gather its input
-    once more, and with gradient accumulation fused into the product.
+    Two kinds stay unchanged, with weight gradients in I:
+
+    * layers with sequence parallelism, whose W would gather its input again;
+    * layers with gradient accumulation fused into the product.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -470,7 +472,7 @@ def _groups() -> Any:
 def _boundaries(
     config: Any, groups: Any, num_stages: int, bucket: Any
 ) -> list[tuple[TensorShape, ...]]:
-    """Return what crosses the stages, as Megatron's `get_tensor_shapes` says."""
+    """Return the tensors that cross stages, as Megatron's `get_tensor_shapes` defines them."""
     from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 
     if num_stages == 1:  # nothing crosses, and Megatron asks for no type of it
@@ -498,7 +500,7 @@ def _boundaries(
 
 @dataclass
 class _Batch:
-    """What a call asks of all chunks, and what comes of it, by micro-batch."""
+    """The arguments of a call for all chunks, and its results by micro-batch."""
 
     forward_step_func: Callable[..., Any]
     num_microbatches: int
@@ -517,7 +519,7 @@ class _Batch:
 
 
 class _Items:
-    """An iterator's items by micro-batch, whatever the order in which a program asks for them."""
+    """An iterator's items by micro-batch, for any order in which a program needs them."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
@@ -525,7 +527,7 @@ class _Items:
         self._num_read = 0
 
     def of(self, microbatch: int) -> Any:
-        """Return an iterator over the one item of a micro-batch; None where there is none."""
+        """Return an iterator over the one item of a micro-batch; None if there is none."""
         return None if self._iterator is None else self._only(microbatch)
 
     def _only(self, microbatch: int) -> Iterator[Any]:
@@ -600,7 +602,7 @@ class _Chunk(nn.Module):
         batch.tokens[microbatch] = num_tokens
         batch.data.update((microbatch, one) for one in store)
         if batch.forward_only:
-            # What it gave is in the store; nobody looks at the output.
+            # The store has its results; nothing reads the output.
             return torch.zeros(())
         scale = self.config.grad_scale_func
         return output if scale is None else scale(output)  # type: ignore[no-any-return]

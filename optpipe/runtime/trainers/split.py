@@ -19,10 +19,10 @@ No rank needs the whole model: build it under ``torch.device("meta")``, split it
 `materialize` its own stages. A model without values cannot be compared: compare a small model of
 the same class once, and split the large one with ``check=False``.
 
-A weight that two stages share, such as a language model's embedding and head, is one parameter if
-both stages are on one rank, and autograd adds its gradients up. On two ranks each has a copy. The
-copies begin equal, their gradients are added up at the end of each step, and so they stay equal
-under any optimizer that does the same on both (`TiedWeights`).
+Two stages may share a weight, such as a language model's embedding and head. On one rank it is one
+parameter, and autograd adds its gradients up. On two ranks each has a copy (`TiedWeights`). The
+copies begin equal, and their gradients are added up at the end of each step. So they stay equal
+under any optimizer that does the same on both.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class _ComparedValues(NamedTuple):
     outputs: list[tuple[str, Tensor]]
     """All tensors, each with the name of its output."""
     gradients: Sequence[Tensor | None]
-    """By parameter; None where the outputs do not depend on it."""
+    """By parameter; None if the outputs do not depend on it."""
 
 
 def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _ComparedValues:
@@ -588,9 +588,10 @@ def ties_of(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
 class TiedWeights:
     """The copies on one rank of parameters that several stages share.
 
-    All ranks of the group make one together; ties of stages on this rank become one parameter, and
-    the others get the values of the first stage's. One that is frozen in all stages gets no
-    gradient, as in the whole model: an optimizer would decay a weight whose gradient is zero.
+    All ranks of the group make one together. Tied parameters of this rank's stages become one, and
+    copies on other ranks get the values of the first stage's. A parameter that is frozen in all
+    stages gets no gradient, as in the whole model. With a zero gradient an optimizer would decay
+    it.
 
     Parameters
     ----------
@@ -618,7 +619,7 @@ class TiedWeights:
         self._before: list[Tensor | None] = []
         self._shared: list[tuple[Tensor, list[int]]] = []
         self.counted_elsewhere: set[Tensor] = set()
-        """Those that another rank counts where a norm counts each weight once."""
+        """Parameters that another rank counts when a norm counts each weight once."""
         rank = dist.get_rank(group)
         for tie in ties:
             homes = sorted({placement[stage] for stage in tie.stages})
@@ -637,7 +638,7 @@ class TiedWeights:
                 self.counted_elsewhere.add(parameter)
 
     def begin(self) -> None:
-        """Put aside the gradients that stand before a step: only what it makes is added up."""
+        """Put aside the gradients from before a step: only the step's own are added up."""
         self._before = [parameter.grad for parameter, _ in self._shared]
         for parameter, _ in self._shared:
             parameter.grad = None

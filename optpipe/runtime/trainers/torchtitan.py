@@ -7,8 +7,8 @@
 
     spec = dataclasses.replace(spec, pipelining_fn=partial(pipeline_llm, schedule=schedule))
 
-torchtitan splits the model, parallelizes the parts and trains them as always; only what runs a step
-is ours. The placement is the schedule's: a loop, a V or any other.
+torchtitan splits the model, parallelizes the parts and trains them as always; only the code that
+runs a step is ours. The placement is the schedule's: a loop, a V or any other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def pipeline_llm(
     """Return what runs steps, this rank's parts of the model, and whether it has both ends.
 
     Parameters and return values are those of torchtitan's `pipeline_llm` (0.3,
-    `distributed/pipeline_parallel.py`), but for these.
+    `distributed/pipeline_parallel.py`), except for these.
 
     Parameters
     ----------
