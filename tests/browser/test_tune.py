@@ -310,6 +310,8 @@ def test_what_if_asks_again_and_a_row_is_solved_further(visit: Visit, url: str) 
     page.click("#tune-acts button:has-text('Twice the batch')")
     page.wait_for_function(f"document.querySelector('#job')?.dataset.id !== '{job['id']}'")
     page.wait_for_selector("#certificate")
+    # Each result draws the row anew, and with it the choice of stages.
+    page.wait_for_selector("#job:has-text('succeeded')")
     again = page.get_attribute("#job", "data-id")
     assert httpx.get(f"{url}/v1/jobs/{again}/question").json()["global_batch"] == 32
     row = httpx.get(f"{url}/v1/jobs/{again}/configuration").json()["rows"][0]

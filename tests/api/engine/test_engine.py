@@ -282,6 +282,10 @@ def test_shutdown_ends_a_process_that_reads_nothing(open_bench) -> None:
     bench = open_bench()
     bench.end(bench.submit(""))
     (slot,) = bench.engine._slots
+    deadline = time.monotonic() + 60
+    while not slot.is_ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.kill(int(slot.process.name), signal.SIGSTOP)
     job_id = bench.submit("", devices=[{"name": "n" * 100, "memory_bytes": 10**6}] * 2000)
     bench.until(job_id, lambda job: job.state is JobState.RUNNING)
