@@ -86,7 +86,10 @@ def _peak_bytes() -> int:
 
 
 def _warm_up(settings: dict[str, Any]) -> None:
-    """Import and compile the solver before the first job, whose time limit does not cover that."""
+    """Import the solver and compile its kernels before the first job.
+
+    The first job still loads compiled kernels from the cache, within its time limit.
+    """
     if not settings["solve_path"].startswith("optpipe_solver"):
         return
     for kind in TASKS:
