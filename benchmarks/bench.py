@@ -1,20 +1,33 @@
-"""The benchmark: every contestant on every instance, side by side, each in a process of its own.
+"""The benchmark: every contestant on every problem of a suite, each in a process of its own.
 
-    python -m benchmarks.bench [--only PATTERN] [--seconds S] [--ours-seconds S] [--threads N]
-                               [--solvers NAME ...] [--again] [--smoke]
+    python -m benchmarks.bench [SUITE] [--only PATTERN] [--solvers NAME ...] [--again]
+                               [--seconds S] [--ours-seconds S] [--threads N] [--work W] [--smoke]
     python -m benchmarks.bench --large [--only PATTERN]
 
-Contestants: ``families`` (the best published schedule, which is also the start of CP-SAT, outside
-its clock), ``ours`` (one solve; its values at ``--seconds`` and at the end are read from its
-trace), ``milp`` (the full-horizon model), ``cp-sat``. Programs are judged here, by
-`find_violations` and `simulate`, not by who made them. A row per instance and solver is appended to
-``results/bench.csv``; what stands there for this commit is not run again without ``--again``.
+Suites are those of `benchmarks.suites`. Contestants:
+
+* ``families``: the best published schedule in any mode that fits. It is also the start of CP-SAT,
+  outside its clock. ``paired-blocks`` is ours and does not count as published.
+* ``offloading``, ``uniform``: the best of these that offload, or have one mode per stage.
+* ``1f1b``: that schedule.
+* ``ours``: one solve. With ``--seconds`` its values at that time and at the end come from its
+  trace. With ``--work`` each solve has one thread and so many units, so that a busy machine changes
+  nothing.
+* ``v1``: `solve` with each menu cut down to keep, offload and recompute, and with the v1 problem
+  that these make, the better of the two. It has twice the work.
+* ``milp``: the full-horizon model. ``cp-sat``: OR-tools. With ``--work`` it has the CPU seconds
+  that ours took, and at least 20.
+
+`find_violations` and `simulate` judge all programs here. A row per problem and contestant is
+appended to ``results/SUITE.csv``, ``results/bench.csv`` for the instances. A row of this problem,
+commit and work is not run again without ``--again``. `benchmarks.ledger` reports on the rows.
+
 ``--smoke`` runs a few small instances for seconds, writes nothing, and fails where a contestant has
-nothing legal or ours is worse than the best family. ``--large`` solves four problems far above the
-others by ``optpipe solve``, with 60 and 120 seconds, and writes nothing; it fails where the command
-ends more than 5 s after its limit, takes more than 2 GB, or ends with more than 2% above the best
-family. The third has menus and links that queue, the fourth pairs and room for 2p + 1 chunks on a
-V: they are to be legal in 10 s, with gaps of at most 3 and 5%.
+no legal schedule or ours is worse than the best family. ``--large`` solves four problems far above
+the others by ``optpipe solve``, with 60 and 120 seconds, and writes nothing. It fails where the
+command ends more than 5 s after its limit, takes more than 2 GB, or ends with more than 2% above
+the best family. The third has menus and links that queue, the fourth pairs and memory for 2p + 1
+chunks on a V: they must be legal in 10 s, with gaps of at most 3 and 5%.
 """
 
 from __future__ import annotations
@@ -33,20 +46,26 @@ from typing import TYPE_CHECKING
 
 from benchmarks.jobs import CONTESTANTS, PeerAnswer, PeerJob, judge, run_apart
 from benchmarks.ledger import (
-    RESULTS,
     BenchRow,
     commit,
-    index,
     known_best,
-    load_problem,
     read_known,
     read_rows,
+    results_of,
     stamp,
     write_known,
     write_rows,
 )
-from benchmarks.menus import large_menus
+from benchmarks.suites import (
+    SUITES,
+    as_v1,
+    large_menus,
+    large_problem,
+    problem_in_pairs,
+    v1_menus,
+)
 from optpipe import Problem, dump_problem, load_schedule
+from optpipe.memory import device_peak_bytes
 from optpipe.schedule import gap_of
 
 if TYPE_CHECKING:
@@ -63,64 +82,110 @@ SMOKE = (
     "offload-recompute-p4-m8",
     "v-equal-p4-m8-2.0a",
 )
+_ASKED = {
+    "instances": ("families", "ours", "milp", "cp-sat"),
+    "menus": ("families", "v1", "ours", "cp-sat"),
+    "pairs": ("families", "ours"),
+    "slices": ("1f1b", "ours"),
+}
+"""The contestants of each suite; ``families`` also leave the rows of some of them."""
+_SOLVERS = (*CONTESTANTS, "v1")
 _OFFLOADING = ("po-h", "po-f", "ada-offload")
 _TOLERANCE = 1e-6
 _SMOKE_S, _SMOKE_OURS_S = 2.0, 4.0
 """Ours also loads compiled code and builds the families within its time; only its end counts."""
+_ENDLESS_S = 3600.0
+"""So long that work ends every solve, even on a busy machine."""
+_LEAST_PEER_S = 20.0
 
 
 class Contest:
-    """One instance: the families first, then everyone who is asked for and not there yet."""
+    """One problem: the families first, then every contestant that has no row yet."""
 
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, problem: Problem, options: argparse.Namespace) -> None:
         self.name = name
         self.options = options
-        self.problem: Problem = load_problem(name)
+        self.problem = problem
+        self.spent_s = 0.0
 
     def rows(self, done: set[str]) -> Iterator[BenchRow]:
         """Run what is missing; yield its rows as they come."""
+        options = self.options
         wanted = [
             solver
-            for solver in self.options.solvers
+            for solver in options.solvers
             if not {label for label, _ in self._labels(solver)} <= done
         ]
         if not wanted:
             return
-        seconds = self.options.seconds
-        job = PeerJob(problem=self.problem, seconds=seconds, threads=self.options.threads)
-        families = run_apart("families", job)
-        yield from self._family_rows(families)
-        job = replace(job, start=families.programs, floor_ms=families.bound_ms or 0.0)
+        job = PeerJob(problem=self.problem, seconds=options.seconds, threads=options.threads)
+        if options.work:
+            job = replace(job, seconds=_ENDLESS_S, threads=1, work=options.work)
+        if {"families", "cp-sat"} & {*wanted}:
+            families = run_apart("families", job)
+            if "families" in wanted:
+                yield from self._family_rows(families)
+            job = replace(job, start=families.programs, floor_ms=families.bound_ms or 0.0)
         for solver in wanted:
             if solver == "families" or (solver == "cp-sat" and job.start is None):
                 continue
-            longer = max(seconds, self.options.ours_seconds)
-            limit = longer if solver == "ours" else seconds
-            yield from self._rows_of(solver, run_apart(solver, replace(job, seconds=limit)))
+            yield from self._rows_of(solver, job)
 
     def _labels(self, solver: str) -> list[tuple[str, float]]:
         """Return the rows a solver leaves and the second each is read at."""
-        if solver != "ours":
-            return [(solver, self.options.seconds)]
-        end = max(self.options.seconds, self.options.ours_seconds)
-        marks = [end] if self.options.smoke else sorted({self.options.seconds, end})
+        options = self.options
+        if solver != "ours" or options.work:
+            return [(solver, float("inf"))]
+        end = max(options.seconds, options.ours_seconds)
+        marks = [end] if options.smoke else sorted({options.seconds, end})
         return [(f"ours-{mark:g}", mark) for mark in marks]
 
     def _family_rows(self, answer: PeerAnswer) -> Iterator[BenchRow]:
-        yield self._row("families", answer, judge(self.problem, answer.programs), answer.bound_ms)
-        values = answer.extra.get("values", {})
-        offloading = [name for name in values if name.partition("+")[0] in _OFFLOADING]
-        if offloading:
-            method = min(offloading, key=values.__getitem__)
-            row = self._row("offloading", answer, values[method], None)
-            yield replace(row, method=method)
+        values = {
+            method: ms
+            for method, ms in answer.extra.get("values", {}).items()
+            if not method.startswith("paired-blocks")
+        }
+        kinds = {
+            "families": list(values),
+            "offloading": [name for name in values if name.partition("+")[0] in _OFFLOADING],
+        }
+        if self.options.suite == "menus":
+            kinds["uniform"] = [name for name in values if " " not in name and name != "serial"]
+        for label, methods in kinds.items():
+            method = min(methods, key=values.__getitem__, default="")
+            if method or label == "families":
+                bound = answer.bound_ms if label == "families" else None
+                row = self._row(label, answer, values.get(method), bound)
+                yield replace(row, method=method)
 
-    def _rows_of(self, solver: str, answer: PeerAnswer) -> Iterator[BenchRow]:
-        final = judge(self.problem, answer.programs)
+    def _rows_of(self, solver: str, job: PeerJob) -> Iterator[BenchRow]:
+        if solver == "v1":
+            rows = []
+            for variant in (v1_menus(self.problem), as_v1(self.problem)):
+                answer = run_apart("ours", replace(job, problem=variant))
+                rows.append(self._row("v1", answer, judge(variant, answer.programs), None))
+            yield min(rows, key=lambda row: row.objective_ms or float("inf"))
+            return
+        if solver == "ours" and not self.options.work:
+            job = replace(job, seconds=max(self.options.seconds, self.options.ours_seconds))
+        if solver == "cp-sat" and self.options.work:
+            job = replace(job, seconds=max(_LEAST_PEER_S, self.spent_s), work=None, cpu=True)
+        answer = run_apart(solver, job)
+        if solver == "ours":
+            self.spent_s = answer.process_cpu_s
         *earlier, (last, end) = self._labels(solver)
         for label, mark in earlier:
             yield self._row(label, answer, *_at(answer, mark), mark)
-        yield self._row(last, answer, final, answer.bound_ms, end)
+        objective = judge(self.problem, answer.programs)
+        row = self._row(last, answer, objective, answer.bound_ms, end)
+        if objective is not None and answer.programs is not None:
+            peaks = (
+                device_peak_bytes(self.problem, at, program)
+                for at, program in enumerate(answer.programs)
+            )
+            row = replace(row, device_bytes=max(peaks))
+        yield row
 
     def _row(
         self,
@@ -147,7 +212,14 @@ class Contest:
             cpu_seconds=" ".join(
                 f"{part}={spent:.2f}" for part, spent in answer.cpu_seconds.items()
             ),
+            work=self.options.work,
+            problem_hash=_hash(self.problem),
+            process_cpu_s=answer.process_cpu_s,
         )
+
+
+def _hash(problem: Problem) -> str:
+    return problem.problem_hash.removeprefix("sha256:")[:12]
 
 
 def _at(answer: PeerAnswer, mark: float) -> tuple[float | None, float]:
@@ -158,18 +230,29 @@ def _at(answer: PeerAnswer, mark: float) -> tuple[float | None, float]:
     return before[-1].objective_ms, before[-1].bound_ms or 0.0
 
 
-def contest(names: Sequence[str], options: argparse.Namespace) -> list[BenchRow]:
-    """Run the contest on instances; append every row as soon as it is there."""
+def contest(options: argparse.Namespace, only: Sequence[str] = ()) -> list[BenchRow]:
+    """Run the contest on a suite, or on some of its problems; append every row as it comes."""
     old = [] if options.again else read_rows(BenchRow, options.results)
     known = read_known()
     rows = []
-    for name in names:
-        done = {row.solver for row in old if row.instance == name and row.commit == commit()}
-        for row in Contest(name, options).rows(done):
+    for name, problem in SUITES[options.suite]():
+        if not (name in only if only else fnmatch.fnmatch(name, options.only)):
+            continue
+        key = name, _hash(problem), commit(), options.work
+        there = [
+            row
+            for row in old
+            if (row.instance, row.problem_hash or key[1], row.commit, row.work) == key
+        ]
+        one = Contest(name, problem, options)
+        one.spent_s = max((row.process_cpu_s for row in there if row.solver == "ours"), default=0)
+        for row in one.rows({row.solver for row in there}):
             print(_line(row), flush=True)
             rows.append(row)
-            if not options.smoke:
-                write_rows([row], options.results)
+            if options.smoke:
+                continue
+            write_rows([row], options.results)
+            if options.suite == "instances":
                 known = known_best(known, [row])
                 write_known(known)
     return rows
@@ -214,27 +297,8 @@ _MOST_LATE_S, _MOST_ABOVE, _MOST_BYTES = 5.0, 0.02, 2e9
 _LEGAL_S, _MOST_GAP = 10.0, {_MENUS: 0.03, _PAIRS: 0.05}
 
 
-def large_problem(num_devices: int, m: int, chunks: int, memory_bytes: float) -> Problem:
-    """Return a problem of nearly equal stages of 100 MB a micro-batch, nothing to offload."""
-    stages = [
-        {
-            "device": s % num_devices,
-            "forward_ms": 10.0 + (s % 3) * 0.1,
-            "backward_input_ms": 11.0,
-            "backward_weight_ms": 9.0,
-            "activation_bytes": 100_000_000,
-            "weight_context_bytes": 20_000_000,
-            "output_bytes": 8_000_000,
-        }
-        for s in range(num_devices * chunks)
-    ]
-    devices = [{"memory_bytes": int(memory_bytes)}] * num_devices
-    return Problem.parse({"num_microbatches": m, "devices": devices, "stages": stages})
-
-
 def on_time(only: str = "*") -> list[str]:
     """Solve the large problems by the command; print a line each, return what was late or poor."""
-    from benchmarks.pairs import problem_in_pairs
     from optpipe_solver.portfolio import all_starts
 
     faults = []
@@ -291,6 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     if options.smoke:
         options.seconds, options.ours_seconds = _SMOKE_S, _SMOKE_OURS_S
+        options.suite, options.work = "instances", 0.0
         options.solvers = ["families", "ours", "cp-sat"]
     # Not at the top: CP-SAT's process imports this file, and OR-tools stands no HiGHS beside it.
     from optpipe_solver import warm_up
@@ -298,9 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warm_up()  # a contestant with less time than that would end before its kernels are there
     if options.large:
         sys.exit("\n".join(on_time(options.only)) or 0)
-    names = [row["name"] for row in index()]
-    chosen = SMOKE if options.smoke else [n for n in names if fnmatch.fnmatch(n, options.only)]
-    rows = contest(chosen, options)
+    rows = contest(options, SMOKE if options.smoke else ())
     faults = broken(rows) if options.smoke else []
     if faults:
         sys.exit("\n".join(faults))
@@ -308,18 +371,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="*", help="glob of instance names")
+    parser.add_argument("suite", nargs="?", choices=list(SUITES), default="instances")
+    parser.add_argument("--only", default="*", help="glob of the names of problems")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--ours-seconds", type=float, default=60.0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--solvers", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS)
-    )
+    parser.add_argument("--work", type=float, default=0.0, help="units instead of seconds")
+    parser.add_argument("--solvers", nargs="+", choices=_SOLVERS, help="those of the suite")
     parser.add_argument("--again", action="store_true", help="run what is already there")
     parser.add_argument("--smoke", action="store_true", help="a few small ones; write nothing")
     parser.add_argument("--large", action="store_true", help="four large ones; write nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    return parser.parse_args(arguments)
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args(arguments)
+    options.results = options.results or results_of(options.suite)
+    options.solvers = options.solvers or _ASKED[options.suite]
+    return options
 
 
 if __name__ == "__main__":

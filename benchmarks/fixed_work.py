@@ -1,12 +1,13 @@
-"""Every instance with the same work and seed: no objective worse, no bound lower, one table.
+"""Every problem of a suite with the same work and seed: no objective worse, no bound lower.
 
-    python -m benchmarks.fixed_work [--work 4] [--only PATTERN] [--tolerance 0.003]
+    python -m benchmarks.fixed_work [SUITE] [--work 4] [--only PATTERN] [--tolerance 0.003]
         [--against FILE] [--write FILE]
 
 A solve with limited work is a function of problem, seed and limit, so two states of the solver can
-be compared row by row on a busy machine. Without ``--write`` nothing is written; ``--against``,
-``results/fixed_work.csv`` where it is not given, holds the rows compared with. Exits with 1 where
-an objective is worse or a bound lower than there, by more than ``--tolerance`` of it (1e-9).
+be compared row by row on a busy machine. Without ``--write`` nothing is written. ``--against`` is
+the file with the rows compared with. By default it is ``results/fixed_work.csv``, which has the
+instances. Exits with 1 where an objective is worse or a bound lower than there, by more than
+``--tolerance`` of it (1e-9).
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.ledger import commit, index, load_problem, read_rows, write_rows
+from benchmarks.ledger import commit, read_rows, write_rows
+from benchmarks.suites import SUITES
 from optpipe_solver import solve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["BASELINE", "WorkRow", "main", "worse"]
 
@@ -56,12 +58,15 @@ def worse(row: WorkRow, before: WorkRow, tolerance: float = _TOLERANCE) -> list[
     return faults
 
 
-def _rows(names: Iterable[str], work: float) -> Iterator[WorkRow]:
-    for name in names:
+def _rows(suite: str, only: str, work: float) -> Iterator[WorkRow]:
+    for name, problem in SUITES[suite]():
+        if not fnmatch.fnmatch(name, only):
+            continue
         began = time.process_time()
-        result = solve(load_problem(name), work_limit=work, time_limit_s=_TIME_LIMIT_S)
+        result = solve(problem, work_limit=work, time_limit_s=_TIME_LIMIT_S)
         if result.schedule is None or result.bound_ms is None:
-            sys.exit(f"{name}: {result.status.value}; every instance has a schedule")
+            print(f"{name}: {result.status.value}", flush=True)
+            continue
         provenance = result.schedule.provenance
         yield WorkRow(
             name=name,
@@ -86,8 +91,9 @@ def _line(row: WorkRow, before: WorkRow | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Solve, compare, print; see the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("suite", nargs="?", choices=list(SUITES), default="instances")
     parser.add_argument("--work", type=float, default=4.0)
-    parser.add_argument("--only", default="*", help="glob of instance names")
+    parser.add_argument("--only", default="*", help="glob of the names of problems")
     parser.add_argument(
         "--tolerance", type=float, default=_TOLERANCE, help="share that a row may be worse"
     )
@@ -95,9 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
     before = {row.name: row for row in read_rows(WorkRow, options.against)}
-    names = [row["name"] for row in index() if fnmatch.fnmatch(row["name"], options.only)]
     rows, faults = [], []
-    for row in _rows(names, options.work):
+    for row in _rows(options.suite, options.only, options.work):
         known = before.get(row.name)
         print(_line(row, known), flush=True)
         rows.append(row)

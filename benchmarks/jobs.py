@@ -29,6 +29,7 @@ __all__ = ["CONTESTANTS", "BestLegal", "PeerAnswer", "PeerJob", "apart", "judge"
 CONTESTANTS = {
     "families": ("benchmarks.peers.ours", "families"),
     "ours": ("benchmarks.peers.ours", "ours"),
+    "1f1b": ("benchmarks.peers.ours", "one_f_one_b"),
     "milp": ("benchmarks.peers.ours", "milp"),
     "cp-sat": ("benchmarks.peers.cp_sat", "cp_sat"),
 }

@@ -1,8 +1,8 @@
 """What a benchmark run leaves behind: rows in a CSV that only grows, the best known, a report.
 
-    python -m benchmarks.ledger [--results PATH]
+    python -m benchmarks.ledger [SUITE] [--only PATTERN] [--results PATH]
 
-prints a report on the latest rows of every instance and solver, and their rows for RESULTS.md.
+prints a report on the latest rows of every problem and solver, and their rows for RESULTS.md.
 "Worse" and "better" allow a relative 1e-6; ours without a schedule where the peer has one is worse.
 Where only part of the set has run, the report says so.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime as dt
+import fnmatch
 import json
 import math
 import os
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LEDGER", "RESULTS", "BenchRow", "BestKnown", "LatestRows", "claims_of", "commit",
            "entry", "format_ms", "index", "known_best", "latest", "load_problem", "read_known",
-           "read_rows", "row_of", "stamp", "table_of", "write_known", "write_rows"]  # fmt: skip
+           "read_rows", "results_of", "row_of", "stamp", "table_of", "write_known",
+           "write_rows"]  # fmt: skip
 
 _HERE = Path(__file__).resolve().parent
 INSTANCES = _HERE / "instances"
@@ -38,6 +40,7 @@ RESULTS = _HERE / "results" / "bench.csv"
 LEDGER = _HERE / "RESULTS.md"
 _TOLERANCE = 1e-6
 _PEERS = ("families", "cp-sat", "plain-milp")
+_OTHER_PEERS = ("v1", "uniform", "1f1b")
 _ROW = TypeVar("_ROW")
 
 
@@ -48,7 +51,9 @@ class BenchRow:
     ``seconds`` is the time it was given or took, whichever is less; ``refused`` counts answers
     that `optpipe.check` did not let pass. ``bound_method`` is the part that proved the bound and
     ``cpu_seconds`` lists those of each part of the whole run, ``part=seconds``; rows from before
-    they were kept have neither.
+    they were kept have neither. ``work`` is the limit of a solve in units, 0 if it had time
+    instead; ``process_cpu_s`` the CPU time of the whole answer; ``device_bytes`` the peak of the
+    fullest device.
     """
 
     instance: str
@@ -65,6 +70,10 @@ class BenchRow:
     machine: str
     bound_method: str = ""
     cpu_seconds: str = ""
+    work: float = 0.0
+    problem_hash: str = ""
+    process_cpu_s: float = 0.0
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,11 @@ class BestKnown:
     found_by: str
     bound_ms: float
     bound_by: str
+
+
+def results_of(suite: str) -> Path:
+    """Return the file with the rows of a suite."""
+    return RESULTS.with_name("bench.csv" if suite == "instances" else f"{suite}.csv")
 
 
 def index() -> list[dict[str, str]]:
@@ -102,8 +116,8 @@ def read_rows(kind: type[_ROW], path: Path) -> list[_ROW]:
 
 
 def _value(kind: str, text: str) -> Any:
-    if kind == "float | None" and text == "":
-        return None
+    if text == "" and kind != "str":
+        return None if kind == "float | None" else 0
     return {"str": str, "int": int}.get(kind, float)(text)
 
 
@@ -206,7 +220,7 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True)
 class LatestRows:
-    """The latest rows by instance and solver, beside what the index says of each instance.
+    """The latest rows by instance and solver, next to the index's fields of each instance.
 
     ``busy_ms`` is the compute time of the busiest device: what no schedule can save;
     ``offloadable`` are the instances in which something may be offloaded.
@@ -229,9 +243,9 @@ class LatestRows:
         return [(name, a, b) for name, a, b in pairs if a is not None and b is not None]
 
     def solvers(self) -> list[str]:
-        """Return our rows' labels, the shortest time first."""
-        labels = {solver for _, solver in self.rows if solver.startswith("ours-")}
-        return sorted(labels, key=lambda label: float(label.partition("-")[2]))
+        """Return our rows' labels, the shortest time first; ``ours`` has work instead of time."""
+        labels = {solver for _, solver in self.rows if solver.partition("-")[0] == "ours"}
+        return sorted(labels, key=lambda label: float(label.partition("-")[2] or 0))
 
 
 def entry(table: LatestRows, title: str) -> str:
@@ -245,7 +259,7 @@ def entry(table: LatestRows, title: str) -> str:
 
 def claims_of(table: LatestRows, ours: str) -> Iterable[str]:
     """Yield the lines of an entry on the rows of one of our solvers."""
-    for peer in _PEERS:
+    for peer in (*_PEERS, *_OTHER_PEERS):
         yield from _against(table, ours, peer)
     about, known = table.about, table.known
     rows = [
@@ -255,13 +269,14 @@ def claims_of(table: LatestRows, ours: str) -> Iterable[str]:
     ]
     pairs = [x for x in table.both(ours, "families") if about[x[0]]["class"] == "tight"]
     better = sum(a < b * (1 - _TOLERANCE) for _, a, b in pairs)
-    yield f"{ours}: strictly better than the best family on {_share(better, len(pairs))} tight"
+    if pairs:
+        yield f"{ours}: strictly better than the best family on {_share(better, len(pairs))} tight"
     gaps = {row.instance: row.gap for row in rows if row.gap is not None}
     proven = sum(gap <= _TOLERANCE for gap in gaps.values())
     yield f"{ours}: proven optimal on {_share(proven, len(rows))}"
     medians = [
         f"{kind} {100 * statistics.median(some):.2f}% ({len(some)})"
-        for kind in ("plenty", "tight")
+        for kind in ("plenty", "tight", "any")
         if (some := [gap for name, gap in gaps.items() if about[name]["class"] == kind])
     ]
     yield f"{ours}: median proven gap " + (", ".join(medians) or "of none")
@@ -271,7 +286,8 @@ def claims_of(table: LatestRows, ours: str) -> Iterable[str]:
         for row in rows
         if row.instance in known
     ]
-    yield f"{ours}: within 1% of the best known on {_share(sum(near), len(near))}"
+    if near:
+        yield f"{ours}: within 1% of the best known on {_share(sum(near), len(near))}"
 
 
 def _against(table: LatestRows, ours: str, peer: str) -> Iterable[str]:
@@ -353,21 +369,23 @@ def _share(part: int, whole: int) -> str:
 def _values(table: LatestRows, names: Sequence[str]) -> str:
     """Every objective in ms, the best known bound, and our largest process."""
     ours = table.solvers()
-    solvers = ["families", "offloading", *ours, "cp-sat", "plain-milp"]
+    there = {solver for _, solver in table.rows}
+    order = ("families", "offloading", *_OTHER_PEERS, *ours, "cp-sat", "plain-milp")
+    solvers = [solver for solver in order if solver in there]
     lines = [
-        f"| instance | {' | '.join(solvers)} | best bound | gap | MB |",
-        f"|---|{'--:|' * (len(solvers) + 3)}",
+        f"| instance | {' | '.join(solvers)} | best bound | gap | MB | device GiB |",
+        f"|---|{'--:|' * (len(solvers) + 4)}",
     ]
     for name in names:
         cells = [format_ms(table.value(name, solver)) for solver in solvers]
         known = table.known.get(name)
         row = table.rows.get((name, ours[-1])) if ours else None
-        bound = None if known is None else known.bound_ms
+        bound = row and row.bound_ms if known is None else known.bound_ms
         gap = None if row is None or row.gap is None else f"{100 * row.gap:.2f}%"
         megabytes = "-" if row is None else f"{row.peak_bytes / 1e6:.0f}"
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | {format_ms(bound)} | {gap or '-'} | {megabytes} |"
-        )
+        gib = f"{row.device_bytes / 2**30:.1f}" if row is not None and row.device_bytes else "-"
+        cells += [format_ms(bound), gap or "-", megabytes, gib]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -376,8 +394,13 @@ def format_ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def table_of(rows: Iterable[BenchRow]) -> LatestRows:
+def table_of(rows: Iterable[BenchRow], suite: str = "instances") -> LatestRows:
     """Return what some rows say; those of instances that are no longer there are left out."""
+    if suite != "instances":
+        newest = latest(rows)
+        return LatestRows(
+            newest, {name: {"class": "any"} for name, _ in newest}, {}, frozenset(), {}
+        )
     about = {row["name"]: row for row in index()}
     newest = {key: row for key, row in latest(rows).items() if key[0] in about}
     problems = {name: load_problem(name) for name in sorted({name for name, _ in newest})}
@@ -392,12 +415,16 @@ def table_of(rows: Iterable[BenchRow]) -> LatestRows:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The ledger entry of a benchmark run.")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("suite", nargs="?", default="instances")
+    parser.add_argument("--only", default="*", help="glob of the names of problems")
+    parser.add_argument("--results", type=Path)
     options = parser.parse_args()
-    table = table_of(read_rows(BenchRow, options.results))
+    rows = read_rows(BenchRow, options.results or results_of(options.suite))
+    chosen = [row for row in rows if fnmatch.fnmatch(row.instance, options.only)]
+    table = table_of(chosen, options.suite)
     commits = ", ".join(sorted({row.commit for row in table.rows.values()}))
     machines = ", ".join(sorted({row.machine.split(", ", 2)[-1] for row in table.rows.values()}))
-    print(entry(table, f"The benchmark set ({commits}; {machines})"))
+    print(entry(table, f"{options.suite} ({commits}; {machines})"))
     for ours in table.solvers():
         print(row_of(table, ours))
 

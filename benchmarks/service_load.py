@@ -13,11 +13,10 @@ for the same bytes. Both meet the same machine, and what a request costs the cli
 Then followers listen to the events of one job, and one more client
 goes on asking beside them. Printed are requests per second and latencies, and for the followers
 whether each had every event exactly once, and how late. The aim: with 200 followers the 99th
-percentile of everything is below 250 ms. With ``--hostile`` one client asks alone, and then
-beside a thousand connections that send half of a request and sixty uploads that stop in their
-middle, anew as often as the server ends them; with ``--sweep`` one slot solves 500 short jobs, and
-the gaps between the end of one and the start of the next are printed. Rows are added to
-``benchmarks/results/service_load.csv``.
+percentile of everything is below 250 ms. With ``--sweep`` one slot solves 500 short jobs, and the
+gaps between the end of one and the start of the next are printed. Rows are added to
+``benchmarks/results/service_load.csv``. `benchmarks.hostile_clients` measures what a normal client
+notices of hostile ones.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -62,9 +61,9 @@ RESULTS = ROOT / "results" / "service_load.csv"
 SOLVED = ("offload-1.0-p8-m16-2.0a", "recompute-p8-m16-2.0a")
 FETCHED = ROOT.parent / "examples" / "problems" / "llama3-8b-h100-pp4.json"
 ROUNDS = 3
+_GATHER_S = 3.0
 PLACE = "987654321"
 _MANY = 10_000_000
-_GATHER_S = 3.0
 JOB_S = 0.05
 
 
@@ -78,14 +77,10 @@ class Load:
     followers: int
     events: int
     sweep: int = 500
-    halves: int = 1000
-    stalled: int = 60
 
 
 FULL = Load(seconds=15.0, clients=3, connections=8, followers=200, events=20)
-SMALL = Load(
-    seconds=0.6, clients=1, connections=2, followers=4, events=3, sweep=5, halves=5, stalled=2
-)
+SMALL = Load(seconds=0.6, clients=1, connections=2, followers=4, events=3, sweep=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,14 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> list[LoadRow]:
     parser.add_argument("--seconds", type=float, help="for each kind of request")
     parser.add_argument("--clients", type=int, help="client processes")
     parser.add_argument("--followers", type=int)
-    parser.add_argument("--hostile", action="store_true", help="beside hostile connections, only")
     parser.add_argument("--sweep", action="store_true", help="the gaps between jobs, only")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     load = SMALL if options.small else FULL
     given = {"seconds": options.seconds, "clients": options.clients, "followers": options.followers}
     load = replace(load, **{name: value for name, value in given.items() if value is not None})
-    measured = hostile(load) if options.hostile else gaps(load) if options.sweep else measure(load)
+    measured = gaps(load) if options.sweep else measure(load)
     rows = [replace(row, stamp=stamp()) for row in measured]
     print(table(rows))
     write_rows(rows, options.out)
@@ -286,53 +280,6 @@ def gaps(load: Load) -> list[LoadRow]:
     failed = sum(item.state != "succeeded" for item in items)
     what = f"gap between the jobs of a {len(items)}-item sweep"
     return [_row(what, "service", took, failed, seconds)]
-
-
-def hostile(load: Load) -> list[LoadRow]:
-    """Return what a client meets alone, and beside connections that only hold."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        settings = _settings(folder)
-        url = stack.enter_context(serving({"kind": "service", "settings": settings}, folder))
-        spawn = multiprocessing.get_context("spawn")
-        pool = stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn))
-        client = stack.enter_context(Client(url))
-        job = solve_one(client)
-        one = replace(load, connections=1, clients=1)
-        requests = Requests("", one, f"/v1/jobs/{job.id}/schedule", {}, 200)
-        servers = {"service": url}
-        rows = _turns("fetch a schedule alone", requests, ("service",), servers, pool)
-        holding = spawn.Process(target=hold, args=(url, load.halves, load.stalled), daemon=True)
-        holding.start()
-        try:
-            time.sleep(_GATHER_S)
-            what = f"beside {load.halves} half-open and {load.stalled} stalled connections"
-            rows += _turns(what, requests, ("service",), servers, pool)
-        finally:
-            holding.kill()
-            holding.join()
-    return rows
-
-
-def hold(url: str, halves: int, stalled: int) -> None:
-    """Hold connections: halves of headers, and uploads that stop; each anew when it is ended."""
-    at = httpx.URL(url)
-    head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    upload = head + b"Content-Length: 8000000\r\n\r\n" + b" " * 7_000_000
-
-    async def one(text: bytes) -> None:
-        while True:
-            with suppress(OSError):
-                reader, writer = await asyncio.open_connection(at.host, at.port)
-                writer.write(text)
-                await reader.read()
-                writer.close()
-            await asyncio.sleep(_GATHER_S)
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*map(one, [head] * halves + [upload] * stalled))
-
-    asyncio.run(all_of_them())
 
 
 def _settings(folder: Path) -> dict[str, Any]:

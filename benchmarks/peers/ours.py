@@ -8,7 +8,7 @@ from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
 
-__all__ = ["families", "milp", "ours"]
+__all__ = ["families", "milp", "one_f_one_b", "ours"]
 
 
 def families(job: PeerJob) -> PeerAnswer:
@@ -48,6 +48,11 @@ def ours(job: PeerJob, method: str = "auto") -> PeerAnswer:
         cpu_seconds=provenance.cpu_seconds or {},
         extra={"start": provenance.start_method},
     )
+
+
+def one_f_one_b(job: PeerJob) -> PeerAnswer:
+    """Offer the 1F1B schedule, where it fits."""
+    return ours(job, "1f1b")
 
 
 def milp(job: PeerJob) -> PeerAnswer:

@@ -72,7 +72,7 @@ _SQUEEZED, _PEAKS = ", squeezed", ", peaks"
 _ROUND_COST, _START_COST = 1e-5, {False: 5e-5, True: 4e-4}
 """Units of work per pass that a tighter search and all starts of a family count for.
 
-With menus a family counts for more. Measured in CPU seconds on ``benchmarks.menus``; all families
+With menus a family counts for more. Measured in CPU seconds on the suite ``menus``; all families
 took 1e-4 to 2e-3 per pass on other problems.
 """
 

@@ -186,7 +186,7 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
 def _is_tight(problem: Problem) -> bool:
     """Whether some device has room for at most p + 1 activations, p devices.
 
-    With more, exact searches met too many states to prove anything (``benchmarks.pairs``).
+    With more, exact searches met too many states to prove anything (the suite ``pairs``).
     """
     return any(
         problem.room_bytes(device)

@@ -40,7 +40,7 @@ _HIDDEN_COST = 0.05
 _SHARES, _LEADS = (1.0, 0.9, 0.8, 0.7, 0.5, 0.4), (0, 1, 2, 4, 8)
 """Shares of the limits for which modes are chosen, and by how many passes RELOADs come earlier.
 
-Each was the best for some family and problem of ``benchmarks.menus`` (measured)."""
+Each was the best for some family and problem of the suite ``menus`` (measured)."""
 
 
 class _Footprint(NamedTuple):

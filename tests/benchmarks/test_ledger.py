@@ -59,7 +59,7 @@ def test_rows_from_before_a_column_was_kept_are_read(tmp_path: Path) -> None:
     path = tmp_path / "bench.csv"
     write_rows([replace(ROW, bound_method="bounds", cpu_seconds="bounds=0.1")], path)
     head, row = path.read_text(encoding="utf-8").splitlines()
-    path.write_text(f"{head}\n{row.rsplit(',', 2)[0]}\n", encoding="utf-8")
+    path.write_text(f"{head}\n{row.rsplit(',', 6)[0]}\n", encoding="utf-8")
     assert read_rows(BenchRow, path) == [ROW]
 
 
@@ -138,7 +138,7 @@ def test_the_report_counts() -> None:
         "best offloading family's, 1 instances that can offload: less on 1, at most half on 1 (no "
         "bound forbids it on 1); ratios 0.50 to 0.50, median 0.50",
         "within 1% of the best known on 3 of 3 (100%)",
-        "| tight | 200.000 | 202.000 | 151.000 | 150.000 | - | 140.000 | 7.28% | 1 |",
+        "| tight | 200.000 | 202.000 | 151.000 | 150.000 | 140.000 | 7.28% | 1 | - |",
     ):
         assert line in text
 
