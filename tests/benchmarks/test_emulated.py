@@ -72,6 +72,7 @@ def test_copies_and_messages_take_their_planned_time() -> None:
             assert len(found[-1].losses) == problem.num_microbatches
 
 
+@pytest.mark.extended
 def test_a_row_is_as_planned_within_3_percent_and_2_points(rows) -> None:
     row = replace(rows["GPipe, queueing links"], longer_percent=2.9, gain_points=-1.9)
     assert row.is_as_planned
