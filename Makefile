@@ -144,7 +144,7 @@ $(BIN)/python:
 constraints:
 	rm -rf .venv-constraints
 	$(PYTHON) -m venv .venv-constraints
-	.venv-constraints/bin/python -m pip install -qq torch==2.13.0
+	.venv-constraints/bin/python -m pip install -qq torch==2.13.0 triton==3.7.1
 	.venv-constraints/bin/python -m pip install -qq '.[$(EXTRAS_ci)]'
 	{ sed -n '/^#/p' constraints.txt; echo torch==2.13.0; \
 	  .venv-constraints/bin/python -m pip freeze --exclude optpipe --exclude torch; } > constraints.new
