@@ -245,6 +245,21 @@ def test_a_closed_pipe_does_not_cost_the_schedule(problem_file, tmp_path) -> Non
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [["plot"], ["export", "--to", "python"], ["--version"]])
+def test_a_full_disk_is_one_sentence(problem_file, csv_file, words: list[str]) -> None:
+    """Whether rich prints, Python's buffer is full, or it is written at the end."""
+    files = [] if words == ["--version"] else [str(problem_file), str(csv_file)]
+    command = [sys.executable, "-m", "optpipe.cli", *words, *files]
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: cannot write the output: No space left on device; make")
+
+
 def test_it_leaves_without_waiting_for_what_a_solve_has_left_behind() -> None:
     """A thread of a solve can be inside a family for seconds; what was printed is not lost."""
     code = (
