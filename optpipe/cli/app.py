@@ -21,7 +21,7 @@ from optpipe.cli.explain import diff, explain
 from optpipe.cli.plan import plan
 from optpipe.cli.plot import export, plot
 from optpipe.cli.profile import import_measurements, profile
-from optpipe.cli.service import fetch, make_jobs_app, make_keys_app, serve, submit
+from optpipe.cli.service import GROUPS, fetch, serve, submit
 from optpipe.cli.solve import bound, check, solve
 from optpipe.cli.sweep import sweep
 from optpipe.cli.tune import tune
@@ -78,7 +78,10 @@ def make_app() -> typer.Typer:
     for heading, commands in _COMMANDS.items():
         for name, command in commands.items():
             app.command(name, rich_help_panel=heading)(command)
-    for group in (make_jobs_app(), make_keys_app()):
+    for name, (about, commands) in GROUPS.items():
+        group = typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, help=about)
+        for word, command in commands.items():
+            group.command(word)(command)
         app.add_typer(group)
     return app
 

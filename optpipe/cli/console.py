@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from rich.console import ConsoleOptions, RenderableType
 
+    from optpipe.client import Client
     from optpipe.errors import OptPipeError
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
@@ -64,6 +65,7 @@ __all__ = [
     "baseline_programs",
     "check_outputs",
     "check_schedule_name",
+    "connect",
     "gap_text",
     "interruptible",
     "load_programs",
@@ -289,6 +291,13 @@ ApiKey = Annotated[
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id that submit printed.")]
+
+
+def connect(url: str, api_key: str | None) -> Client:
+    """Return a client of a service; its package is loaded only here."""
+    from optpipe.client import Client
+
+    return Client(url, api_key=api_key)
 
 
 # --- Results.

@@ -10,25 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from optpipe.cli.console import (
-    INFEASIBLE,
-    INTERRUPTED,
-    NOTHING_FOUND,
-    ApiKey,
-    AsJson,
-    ProblemFile,
-    check_outputs,
-    gap_text,
-    interruptible,
-    needs_extra,
-    output_option,
-    read_problem,
-    report_written,
-    stderr,
-    stdout,
-    stopped_by_user,
-    write_file,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
 from optpipe.formats.json import read_text
@@ -67,7 +49,7 @@ _FORMATS = {".csv": "csv", ".md": "markdown", ".json": "json"}
 
 TableFile = Annotated[
     Path | None,
-    output_option(
+    cli.output_option(
         "Write the table here: .csv, .md or .json. An existing .csv file is continued: its "
         "combinations are not solved again."
     ),
@@ -94,12 +76,12 @@ MaybeUrl = Annotated[
 )
 def sweep(
     builder: RequestBuilder[SweepRequest],
-    problem_file: ProblemFile,
+    problem_file: cli.ProblemFile,
     output: TableFile = None,
     frontier_file: FrontierFile = None,
     url: MaybeUrl = None,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
+    api_key: cli.ApiKey = None,
+    as_json: cli.AsJson = False,
 ) -> None:
     """Solve a problem along axes, and show what memory buys.
 
@@ -120,10 +102,10 @@ def sweep(
                 f"cannot write {path.name}: the suffix chooses the format; use one of "
                 f"{', '.join(suffixes)}"
             )
-    check_outputs(output, frontier_file, inputs=[problem_file])
+    cli.check_outputs(output, frontier_file, inputs=[problem_file])
     if frontier_file is not None:
         require_drawing(frontier_file.suffix)
-    problem = read_problem(problem_file)
+    problem = cli.read_problem(problem_file)
     request = builder.build(problem=problem)
     variations = vary(problem, request.axes)
     known = _read_known_rows(output, variations)
@@ -133,13 +115,13 @@ def sweep(
         found = sweep_remote(url, api_key, problem, request.axes, options)
         rows = [_take_known(row, known.get(row["problem_hash"])) for row in found]
     else:
-        with needs_extra("solver"):
+        with cli.needs_extra("solver"):
             rows, is_stopped = sweep_here(
                 variations, known, options, lambda rows: _write(rows, output)
             )
     _write(rows, output)
     if as_json:
-        stdout().out(dump_sweep(rows, "json"), highlight=False, end="")
+        cli.stdout().out(dump_sweep(rows, "json"), highlight=False, end="")
     else:
         _show(rows)
     if frontier_file is not None:
@@ -158,12 +140,12 @@ def sweep(
                 )
             )
         save_frontier(frontier(points), frontier_file, problem.name)
-        report_written(frontier_file)
+        cli.report_written(frontier_file)
     if is_stopped:
-        raise stopped_by_user("combinations")
+        raise cli.stopped_by_user("combinations")
     if all(row["objective_ms"] is None for row in rows):
         is_infeasible = all(row["state"] == "infeasible" for row in rows)
-        raise typer.Exit(INFEASIBLE if is_infeasible else NOTHING_FOUND)
+        raise typer.Exit(cli.INFEASIBLE if is_infeasible else cli.NOTHING_FOUND)
 
 
 def parse_axes(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -239,11 +221,11 @@ def _take_known(row: SweepRow, known: SweepRow | None) -> SweepRow:
 
 def _write(rows: Sequence[SweepRow], output: Path | None) -> None:
     if output is not None:
-        write_file(output, dump_sweep(rows, _FORMATS[output.suffix]))
+        cli.write_file(output, dump_sweep(rows, _FORMATS[output.suffix]))
 
 
 def _show(rows: Sequence[SweepRow]) -> None:
-    console = stdout()
+    console = cli.stdout()
     table = Table(box=None, pad_edge=False)
     columns = [column for column in sweep_columns(rows) if column.name != "message"]
     for column in columns:
@@ -287,7 +269,7 @@ def sweep_here(
         if (row := known.get(variation.problem.problem_hash)) is not None
     }
     order = sorted(range(len(variations)), key=lambda index: len(tighter[index]))
-    with interruptible() as stop:
+    with cli.interruptible() as stop:
         for number, index in enumerate(order, start=1):
             problem, earlier = variations[index].problem, rows.get(index)
             is_known = earlier is not None and earlier["state"] in _DONE
@@ -295,7 +277,7 @@ def sweep_here(
                 starts = [schedules[other] for other in tighter[index] if other in schedules]
                 best = min(starts, key=lambda start: start.objective_ms, default=None)
                 began_s = time.monotonic()
-                with stderr().status(f"solving {problem.name}"):
+                with cli.stderr().status(f"solving {problem.name}"):
                     result = optpipe_solver.solve(
                         problem,
                         start=None if best is None else best.programs,
@@ -323,10 +305,10 @@ def sweep_here(
                 }
             outcome = row["state"]
             if row["objective_ms"] is not None:
-                outcome = f"{format_ms(row['objective_ms'])} ms, gap {gap_text(row['gap'])}"
+                outcome = f"{format_ms(row['objective_ms'])} ms, gap {cli.gap_text(row['gap'])}"
             # Options may have changed since then: the user must see that they were not used.
             origin = ", from the file, not solved again" if is_known else ""
-            stderr().print(
+            cli.stderr().print(
                 f"[{number}/{len(variations)}] {row['name']}: {outcome}{origin}",
                 markup=False,
                 soft_wrap=True,
@@ -374,20 +356,18 @@ def sweep_remote(
 
     Raises `typer.Exit` on Ctrl-C; the batch continues.
     """
-    from optpipe.client import Client
-
-    with Client(url, api_key=api_key) as client:
+    with cli.connect(url, api_key) as client:
         batch = client.sweep(problem, axes, **options)
-        stderr().print(f"batch {batch.id}", markup=False)
+        cli.stderr().print(f"batch {batch.id}", markup=False)
         try:
             last_shown = -1
             for news in batch.follow():
                 ended = round(news.progress * news.num_items)
                 if ended != last_shown:
-                    stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
+                    cli.stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
                 last_shown = ended
         except KeyboardInterrupt:
             place = f"{url}/v1/batches/{batch.id}"
-            stderr().print(f"batch {batch.id} continues at {place}", markup=False)
-            raise typer.Exit(INTERRUPTED) from None
+            cli.stderr().print(f"batch {batch.id} continues at {place}", markup=False)
+            raise typer.Exit(cli.INTERRUPTED) from None
         return batch.table()

@@ -194,19 +194,6 @@ def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypa
     assert 0.01 <= limits_s[1] < 0.02
 
 
-def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:
-    done = optpipe("bound", problem_file)
-    assert done.code == 0
-    assert float(done.out.partition(">= ")[2].partition(" ms")[0]) <= 13
-
-
-def test_plot_draws_schedules_one_above_the_other(optpipe, problem_file, schedule_file) -> None:
-    done = optpipe("plot", problem_file, schedule_file, "--beside", "1f1b")
-    assert done.code == 0, done.err
-    assert done.out.index("1F1B") < done.out.index("by hand")
-    assert done.out.count("gpu0") == 2
-
-
 def test_a_chunked_problem_is_drawn_below_interleaved_1f1b(optpipe, tmp_path) -> None:
     """A method that the placement rules out, or that there is not, is refused with a reason."""
     chunked, found = tmp_path / "chunked.json", tmp_path / "found.json"
