@@ -37,7 +37,6 @@ REPLACEMENTS = {
     "AsyncClient": "Client",
     "AsyncTrainingRun": "TrainingRun",
     "_AsyncConnection": "_Connection",
-    "_AsyncHandle": "_Handle",
     "AsyncBaseTransport": "BaseTransport",
     "AsyncGenerator": "Generator",
     "aclose": "close",

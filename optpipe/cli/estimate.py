@@ -12,7 +12,7 @@ import typer
 from optpipe.answers import EstimateView
 from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, flags_of, takes
-from optpipe.cli.tracing import costs_line, read_trace, trace_model
+from optpipe.cli.tracing import read_trace, trace_model
 from optpipe.errors import InputError
 from optpipe.formats.exports import megatron_layout
 from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
@@ -144,7 +144,8 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
         markup=False,
     )
     if request.model is None:
-        console.print(costs_line(shape), markup=False, soft_wrap=True)
+        kind = "a formula" if shape.trace is None else "a trace"
+        console.print(f"costs from {kind} ({shape.source})", markup=False, soft_wrap=True)
     if lora := request.lora_settings:
         console.print(f"LoRA: {lora}; all other weights are frozen", markup=False)
     for text in (*_step_lines(found), _spent_line(found.step)):
@@ -233,8 +234,7 @@ def _spent_line(step: StepEstimate) -> str:
 
 
 def _memory_table(step: StepEstimate) -> Table:
-    kinds = step.peak._asdict()
-    table = cli.text_table("device", *kinds, "sum")
+    table = cli.text_table("device", *step.peak._asdict(), "sum")
     for rank, memory in enumerate(step.memory[:_SHOWN_STAGES]):
         cells = (format_bytes(round(value)) for value in (*memory, memory.total))
         table.add_row(f"gpu{rank}", *cells)

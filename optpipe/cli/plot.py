@@ -220,31 +220,23 @@ def export(
         check_num_layers(problem, num_layers)
     programs, _ = cli.read_programs(problem, schedule_file)
     if fuse:
-        programs = _fuse(problem, programs)
+        programs = tuple(
+            tuple(
+                action._replace(type=ActionType.FULL_BACKWARD)
+                if action.type is ActionType.BACKWARD_INPUT
+                else action
+                for action in program
+                if action.type is not ActionType.BACKWARD_WEIGHT
+            )
+            for program in programs
+        )
+        # A B has a workspace and a duration of its own.
+        check(problem, programs)
     text = TARGETS[to](problem, programs)
     if output is None:
         print(text, end="")
     else:
         cli.write_output(output, text)
-
-
-def _fuse(problem: Problem, programs: Programs) -> Programs:
-    """Return programs with B for every I, and without W.
-
-    They are checked again, because a B has its own workspace and duration.
-    """
-    fused = tuple(
-        tuple(
-            action._replace(type=ActionType.FULL_BACKWARD)
-            if action.type is ActionType.BACKWARD_INPUT
-            else action
-            for action in program
-            if action.type is not ActionType.BACKWARD_WEIGHT
-        )
-        for program in programs
-    )
-    check(problem, fused)
-    return fused
 
 
 TARGETS: dict[str, Callable[[Problem, Programs], str]] = {

@@ -36,7 +36,7 @@ from optpipe.requests import ImportRequest, ProfileRequest
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console
     from rich.table import Table
@@ -213,7 +213,11 @@ def _show(measured: Profile) -> None:
     menus = [result.menu for result in measured.results if result.menu is not None]
     tables = [_groups_table(menus), _modes_table(measured)] if menus else []
     if measured.pairs:
-        tables.append(_pairs_table(measured))
+        pairs = cli.text_table("hidden\nms", texts=("F of", "with"))
+        for pair in measured.pairs:
+            back = f"{pair.with_} of stage {pair.backward}"
+            pairs.add_row(f"stage {pair.forward}", back, format_ms(pair.hidden_ms))
+        tables.append(pairs)
     for shown in tables:
         console.print()
         console.print(shown)
@@ -230,17 +234,6 @@ def _groups_table(menus: Iterable[StageMenu]) -> Table:
             label = "" if row else str(index)
             ms = format_ms(one.recompute_ms)
             table.add_row(label, one.name, str(one.num_modules), *sizes, ms)
-    return table
-
-
-def _pairs_table(measured: Profile) -> Table:
-    table = cli.text_table("hidden\nms", texts=("F of", "with"))
-    for pair in measured.pairs:
-        table.add_row(
-            f"stage {pair.forward}",
-            f"{pair.with_} of stage {pair.backward}",
-            format_ms(pair.hidden_ms),
-        )
     return table
 
 
@@ -274,7 +267,7 @@ def _show_measurements(
     if measurements.links:
         console.print()
         console.print(_links_table(measurements.links))
-    for line in (*_size_lines(measurements.stages), *_device_lines(measurements.devices)):
+    for line in _fact_lines(measurements):
         console.print(line, markup=False, soft_wrap=True)
     for note in notes:
         console.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
@@ -332,31 +325,25 @@ def _links_table(links: Iterable[LinkFit]) -> Table:
     return table
 
 
-def _size_lines(stages: Iterable[StageFacts]) -> list[str]:
-    lines = []
-    for index, facts in enumerate(stages):
+def _fact_lines(measurements: Measurements) -> Iterator[str]:
+    """Yield the sizes of each stage, and the memory and bandwidths of each device."""
+    for index, facts in enumerate(measurements.stages):
         sizes = [
             f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(value)}"
             for name, value in facts.known().items()
             if name.endswith("_bytes") and value
         ]
         if sizes:
-            lines.append(f"stage {index}: {', '.join(sizes)}")
-    return lines
-
-
-def _device_lines(devices: Iterable[DeviceFacts]) -> list[str]:
-    lines = []
-    for index, facts in enumerate(devices):
+            yield f"stage {index}: {', '.join(sizes)}"
+    for index, device in enumerate(measurements.devices):
         parts = []
-        if facts.memory_bytes is not None:
-            parts.append(f"memory {format_bytes(facts.memory_bytes)}")
-        if facts.d2h_gb_per_s is not None and facts.h2d_gb_per_s is not None:
-            parts.append(f"to the host {facts.d2h_gb_per_s:.4g} GB/s")
-            parts.append(f"back {facts.h2d_gb_per_s:.4g} GB/s")
+        if device.memory_bytes is not None:
+            parts.append(f"memory {format_bytes(device.memory_bytes)}")
+        if device.d2h_gb_per_s is not None and device.h2d_gb_per_s is not None:
+            parts.append(f"to the host {device.d2h_gb_per_s:.4g} GB/s")
+            parts.append(f"back {device.h2d_gb_per_s:.4g} GB/s")
         if parts:
-            lines.append(f"device {index}: {', '.join(parts)}")
-    return lines
+            yield f"device {index}: {', '.join(parts)}"
 
 
 # --- ``optpipe import``: traces, logs and tables.

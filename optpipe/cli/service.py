@@ -361,7 +361,10 @@ def list_keys(database_url: DatabaseUrl = None) -> None:
     table = Table("name", "role", "id", "made", "revoked", "expires", box=None, pad_edge=False)
     for key in found:
         times = (key.created_at, key.revoked_at, key.expires_at)
-        shown = ["" if seconds is None else _time(seconds) for seconds in times]
+        shown = [
+            "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime(_TIME_FORMAT)
+            for seconds in times
+        ]
         table.add_row(key.name, key.role.value, key.id, *shown)
     cli.stdout().print(table)
 
@@ -393,10 +396,6 @@ def _open_keys(database_url: str | None, *, must_exist: bool = False) -> Iterato
             yield stores.keys
         finally:
             stores.close()
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime(_TIME_FORMAT)
 
 
 GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {

@@ -146,19 +146,15 @@ class _AsyncConnection:
             attempt += 1
 
 
-class _AsyncHandle:
-    """A resource of the service and its ``id``."""
+class AsyncBatch:
+    """A batch of problems and its ``id``; `sweep` and `what_if` submit one."""
 
-    def __init__(self, connection: _AsyncConnection, resource_id: str) -> None:
+    def __init__(self, connection: _AsyncConnection, batch_id: str) -> None:
         self._connection = connection
-        self.id = resource_id
+        self.id = batch_id
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
-
-
-class AsyncBatch(_AsyncHandle):
-    """A batch of problems and its ``id``; `sweep` and `what_if` submit one."""
 
     async def look(self) -> BatchView:
         """Return the current state: progress, number of items in each state, the items."""
