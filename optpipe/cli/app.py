@@ -139,7 +139,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
                 sys.exit(INFEASIBLE)
             sys.exit(BAD_INPUT if isinstance(error, InputError) else FAILURE)
         finally:
-            # What was printed may still be in a buffer, and a full disk must be reported here.
+            # Printed text may still be in a buffer, and a full disk must be reported here.
             if sys.stdout is not None:
                 sys.stdout.flush()
     except OSError as error:

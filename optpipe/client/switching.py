@@ -25,7 +25,7 @@ _NUM_REPORTS = 5
 
 
 class RunState:
-    """What a training run knows about its schedule, its problem and its jobs.
+    """State of a training run: its schedule, its problem and its jobs.
 
     Attributes
     ----------
