@@ -38,7 +38,7 @@ from optpipe.units import ShortRepr
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from optpipe.planning import Estimate, Hardware, ModelShape
+    from optpipe.planning import Estimate
 
 __all__ = [
     "Answer",
@@ -704,18 +704,6 @@ class ModelEntry(BaseModel):
     heads: int
     source: str
 
-    @classmethod
-    def of(cls, shape: ModelShape) -> Self:
-        """Return the entry of a shape."""
-        return cls(
-            name=shape.name,
-            parameters=total_parameters(shape),
-            layers=shape.num_layers,
-            hidden=shape.hidden,
-            heads=shape.num_heads,
-            source=shape.source,
-        )
-
 
 class GpuEntry(BaseModel):
     """An accelerator of the catalogue; rates per direction, dense TFLOP/s."""
@@ -727,20 +715,6 @@ class GpuEntry(BaseModel):
     gpus_per_node: int
     tflops: dict[str, float]
     source: str
-
-    @classmethod
-    def of(cls, hardware: Hardware) -> Self:
-        """Return the entry of an accelerator."""
-        pcie = hardware.pcie_gb_per_s
-        return cls(
-            name=hardware.name,
-            title=hardware.title,
-            memory_bytes=int(hardware.memory_bytes.value),
-            pcie_gb_per_s=None if pcie is None else pcie.value,
-            gpus_per_node=hardware.gpus_per_node,
-            tflops={name: fact.value for name, fact in hardware.tflops.items()},
-            source=hardware.memory_bytes.source,
-        )
 
 
 FieldKind = Literal["integer", "number", "boolean", "text"]
@@ -805,11 +779,31 @@ class Catalogue(BaseModel):
     @classmethod
     def make(cls) -> Self:
         """Return all models and accelerators of the catalogue, and all fields."""
-        return cls(
-            models=[ModelEntry.of(shape) for shape in MODELS.values()],
-            gpus=[GpuEntry.of(hardware) for hardware in GPUS.values()],
-            fields={name: fields_of(request) for name, request in _REQUESTS_WITH_FORMS.items()},
-        )
+        models = [
+            ModelEntry(
+                name=shape.name,
+                parameters=total_parameters(shape),
+                layers=shape.num_layers,
+                hidden=shape.hidden,
+                heads=shape.num_heads,
+                source=shape.source,
+            )
+            for shape in MODELS.values()
+        ]
+        gpus = [
+            GpuEntry(
+                name=hardware.name,
+                title=hardware.title,
+                memory_bytes=int(hardware.memory_bytes.value),
+                pcie_gb_per_s=hardware.pcie_gb_per_s and hardware.pcie_gb_per_s.value,
+                gpus_per_node=hardware.gpus_per_node,
+                tflops={name: fact.value for name, fact in hardware.tflops.items()},
+                source=hardware.memory_bytes.source,
+            )
+            for hardware in GPUS.values()
+        ]
+        fields = {name: fields_of(request) for name, request in _REQUESTS_WITH_FORMS.items()}
+        return cls(models=models, gpus=gpus, fields=fields)
 
 
 class VariantView(BaseModel):

@@ -790,17 +790,13 @@ class ModelOnGpus(Request):
         return self
 
     @model_validator(mode="after")
-    def _check_packed_lengths(self) -> Self:
+    def _check_lengths_and_targets(self) -> Self:
         total = sum(self.packed_lengths)
         if total and "sequence" in self.model_fields_set and self.sequence != total:
             raise _field_error(
                 f"`packed_lengths`: add up to {total:,} tokens, not the {self.sequence:,} of "
                 "`sequence`; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_targets_have_a_rank(self) -> Self:
         if "lora_targets" in self.model_fields_set and self.lora_rank is None:
             raise _field_error("`lora_targets`: are matrices with adapters; add `lora_rank`")
         return self

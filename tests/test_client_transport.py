@@ -9,7 +9,7 @@ import pytest
 
 import optpipe.errors
 import optpipe_api.errors
-from optpipe.client.transport import ERRORS, read_error, tune_body
+from optpipe.client.transport import ERRORS, make_body, read_error
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
@@ -109,5 +109,5 @@ def test_a_code_of_the_future_is_a_plain_service_error() -> None:
 def test_a_config_with_infinity_is_sent_as_json() -> None:
     """JSON has no Infinity: the service reads the word, and refuses it in a field that it uses."""
     config = json.loads('{"time_step_limit": [0.0, Infinity], "sliding_window": NaN}')
-    body = json.loads(json.dumps(tune_body({"config": config, "gpu": "h100"}), allow_nan=False))
+    body = json.loads(json.dumps(make_body({"config": config, "gpu": "h100"}), allow_nan=False))
     assert body["config"] == {"time_step_limit": [0.0, "Infinity"], "sliding_window": "NaN"}

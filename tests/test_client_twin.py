@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import unasync
+from pydantic.fields import FieldInfo
 
 from optpipe.planning import TracedModel
 from optpipe.requests import (
     CurrentRun,
     EstimateRequest,
     FixedDegrees,
+    FollowRequest,
+    ModelOnGpus,
     Request,
     SearchOptions,
     SolveOptions,
     SubmitOptions,
-    TuneOptions,
+    SweepRequest,
     TuneRequest,
 )
 
@@ -34,7 +37,6 @@ REPLACEMENTS = {
     "AsyncClient": "Client",
     "AsyncTrainingRun": "TrainingRun",
     "_AsyncConnection": "_Connection",
-    "_AsyncHandle": "_Handle",
     "AsyncBaseTransport": "BaseTransport",
     "AsyncGenerator": "Generator",
     "aclose": "close",
@@ -78,15 +80,20 @@ def formatted(text: str, name: str) -> str:
 
 # --- Keyword arguments: typed dictionaries with the fields of the requests.
 
-ARGUMENTS: dict[str, tuple[type[Request], ...]] = {
-    "SearchArguments": (SearchOptions,),
-    "SolveArguments": (SolveOptions,),
-    "SubmitArguments": (SubmitOptions,),
-    "EstimateArguments": (EstimateRequest,),
-    "CurrentDegrees": (CurrentRun,),
-    "TuneArguments": (TuneRequest, TuneOptions),
+ARGUMENTS: dict[str, tuple[type[Request], str]] = {
+    "SearchArguments": (SearchOptions, "TypedDict"),
+    "SolveArguments": (SolveOptions, "SearchArguments"),
+    "SubmitArguments": (SubmitOptions, "SolveArguments, JobArguments"),
+    "FollowArguments": (FollowRequest, "SolveArguments, JobArguments"),
+    "SweepArguments": (SweepRequest, "SolveArguments, BatchArguments"),
+    "ModelArguments": (ModelOnGpus, "TypedDict"),
+    "EstimateArguments": (EstimateRequest, "ModelArguments"),
+    "CurrentDegrees": (CurrentRun, "TypedDict"),
+    "TuneArguments": (TuneRequest, "ModelArguments, SearchArguments, JobArguments"),
 }
-LEFT_OUT = {"options", "tags", "priority"}
+"""Class -> the request that has its fields, and the classes that have some of them already."""
+LEFT_OUT = {"tags", "priority", "problem", "problems", "axes", "what_if", "schedule",
+            "measurements"}  # fmt: skip
 ARGUMENTS_HEADER = '''"""Keyword arguments of the client, from the requests by ``make client``.
 
 What is left out, or None, takes the default of the service.
@@ -99,6 +106,21 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+__all__ = NAMES
+
+
+class BatchArguments(TypedDict, total=False):
+    """Arguments of every submission; `AsyncClient` explains them."""
+
+    tags: Sequence[str] | None
+    priority: int | None
+    idempotency_key: str | None
+
+
+class JobArguments(BatchArguments, total=False):
+    """Arguments of every submission of a job; `AsyncClient` explains them."""
+
+    wait_s: float
 '''
 
 
@@ -127,17 +149,27 @@ def argument_type(annotation: Any) -> str:
     return name
 
 
+def fields_of(name: str) -> dict[str, FieldInfo]:
+    """The fields of a class of `ARGUMENTS`: those of its request, and of the request's options."""
+    if name not in ARGUMENTS:
+        return {}
+    fields = dict(ARGUMENTS[name][0].model_fields)
+    if options := fields.pop("options", None):
+        assert options.annotation is not None
+        fields |= options.annotation.model_fields
+    return {field: info for field, info in fields.items() if field not in LEFT_OUT}
+
+
 def made_arguments() -> str:
     """What the file of the keyword arguments has to be."""
-    text = ARGUMENTS_HEADER
-    text += f"__all__ = {sorted(ARGUMENTS)!r}\n"
-    for name, requests in ARGUMENTS.items():
-        about = (requests[0].__doc__ or "").splitlines()[0]
-        text += f'\n\nclass {name}(TypedDict, total=False):\n    """{about}"""\n\n'
-        for request in requests:
-            for field, info in request.model_fields.items():
-                if field in LEFT_OUT:
-                    continue
+    names = sorted({*ARGUMENTS, "BatchArguments", "JobArguments"})
+    text = ARGUMENTS_HEADER.replace("NAMES", repr(names))
+    for name, (request, bases) in ARGUMENTS.items():
+        about = (request.__doc__ or "").splitlines()[0]
+        text += f'\n\nclass {name}({bases}, total=False):\n    """{about}"""\n\n'
+        known = {field for base in bases.split(", ") for field in fields_of(base)}
+        for field, info in fields_of(name).items():
+            if field not in known:
                 for line in textwrap.wrap(info.description or "", 92):
                     text += f"    # {line}\n"
                 shown = argument_type(info.annotation)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
-from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,7 @@ from optpipe.cli.explain import diff, explain
 from optpipe.cli.plan import plan
 from optpipe.cli.plot import export, plot
 from optpipe.cli.profile import import_measurements, profile
-from optpipe.cli.service import fetch, make_jobs_app, make_keys_app, serve, submit
+from optpipe.cli.service import GROUPS, fetch, serve, submit
 from optpipe.cli.solve import bound, check, solve
 from optpipe.cli.sweep import sweep
 from optpipe.cli.tune import tune
@@ -78,7 +78,10 @@ def make_app() -> typer.Typer:
     for heading, commands in _COMMANDS.items():
         for name, command in commands.items():
             app.command(name, rich_help_panel=heading)(command)
-    for group in (make_jobs_app(), make_keys_app()):
+    for name, (about, commands) in GROUPS.items():
+        group = typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, help=about)
+        for word, command in commands.items():
+            group.command(word)(command)
         app.add_typer(group)
     return app
 
@@ -113,6 +116,9 @@ def _optpipe(version: Version = False) -> None:
     """
 
 
+_WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
+
+
 @cache
 def _program() -> Any:
     """Return the parsed application; cached because tests call `run` often."""
@@ -132,16 +138,23 @@ def run(arguments: Sequence[str] | None = None) -> None:
             if isinstance(error, InfeasibleProblemError):
                 sys.exit(INFEASIBLE)
             sys.exit(BAD_INPUT if isinstance(error, InputError) else FAILURE)
+        finally:
+            # Printed text may still be in a buffer, and a full disk must be reported here.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _WRITE_ERRORS:
+            raise
+        # Python flushes again at its end, and would print a stack trace.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:  # a closed pipe (| head) is no fault
+            reason = f"cannot write the output: {error.strerror}"
+            print_error(InputError(f"{reason}; make space, or write to another place"))
+        sys.exit(FAILURE)
     except SystemExit as leave:
-        if arguments is None and isinstance(leave.code, int):
-            _exit_despite_threads(leave.code)
+        # A solve may leave threads, which can take long to reach their next check.
+        solves = [thread for thread in threading.enumerate() if thread.name.startswith("solve-")]
+        if arguments is None and isinstance(leave.code, int) and solves:
+            sys.stderr.flush()
+            os._exit(leave.code)
         raise
-
-
-def _exit_despite_threads(code: int) -> None:
-    """Exit if a solve has left threads, which can take long to reach their next check."""
-    if any(thread.name.startswith("solve-") for thread in threading.enumerate()):
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # a closed pipe (| head)
-                stream.flush()
-        os._exit(code)

@@ -5,34 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 from rich.table import Table
 
-from optpipe.cli.console import (
-    NOTHING_FOUND,
-    AsJson,
-    ProblemFile,
-    interruptible,
-    needs_extra,
-    nothing_found,
-    print_json,
-    progress_line,
-    read_problem,
-    stderr,
-    stdout,
-    stopped_by_user,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
 from optpipe.formats.tables import comparison_columns, dump_comparison, is_present
 from optpipe.requests import CompareOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from optpipe.formats.tables import Rows
     from optpipe.problem import Problem
@@ -58,8 +44,8 @@ AsMarkdown = Annotated[
 @takes(CompareOptions, defaults={"time_limit_s": 20.0, "threads": 2})
 def compare(
     builder: RequestBuilder[CompareOptions],
-    problem_file: ProblemFile,
-    as_json: AsJson = False,
+    problem_file: cli.ProblemFile,
+    as_json: cli.AsJson = False,
     as_markdown: AsMarkdown = False,
 ) -> None:
     """Run every method and print one table.
@@ -83,9 +69,20 @@ def compare(
         raise InputError("--json and --markdown exclude each other; give one of them")
     options = builder.build()
     limit_s = options.time_limit_s or 0.0
-    problem = read_problem(problem_file)
+    problem = cli.read_problem(problem_file)
+    console, began_s, best_ms = cli.stderr(), time.monotonic(), math.inf
+
+    def note_done(row: ComparisonRow) -> None:
+        """Show the newest row on a terminal, and print each row better than all before."""
+        nonlocal best_ms
+        status.update(f"{text}; done: {escape(f'{row.method} ({row.placement})')}")
+        if _fits_as_given(row) and row.objective_ms < best_ms:
+            best_ms = row.objective_ms
+            line = cli.progress_line(time.monotonic() - began_s, row.method, best_ms, None)
+            console.print(line, markup=False)
+
     text = f"comparing every method; the optimiser takes up to {limit_s:g} s"
-    with needs_extra("solver"), interruptible() as stop, _progress(text) as note_done:
+    with cli.needs_extra("solver"), cli.interruptible() as stop, console.status(text) as status:
         from optpipe_solver.compare import Workload
         from optpipe_solver.compare import compare as compare_methods
 
@@ -100,63 +97,37 @@ def compare(
         )
     rows = [row.as_json() for row in found]
     if as_json:
-        print_json(rows)
+        cli.print_json(rows)
     elif as_markdown:
-        stdout().out(dump_comparison(rows, "markdown"), highlight=False, end="")
+        cli.stdout().out(dump_comparison(rows, "markdown"), highlight=False, end="")
     else:
         _show(rows)
     if stop.is_set():
-        raise stopped_by_user("methods")
+        raise cli.stopped_by_user("methods")
     _check_found(problem, found)
 
 
 def _check_found(problem: Problem, found: Sequence[ComparisonRow]) -> None:
     """Exit as ``optpipe solve`` if no row is a schedule of the problem as given that fits."""
-    from optpipe_solver.compare import AS_GIVEN
     from optpipe_solver.feasibility import feasibility
 
-    fits = (row for row in found if row.programs is not None and not row.over_limit)
-    if any(row.placement == AS_GIVEN for row in fits):
+    if any(map(_fits_as_given, found)):
         return
     missing = feasibility(problem).message
     if missing:
-        raise nothing_found("infeasible", missing)
-    stderr().print("no method has a schedule of this problem that fits; allow more time")
-    raise typer.Exit(NOTHING_FOUND)
+        raise cli.nothing_found("infeasible", missing)
+    cli.stderr().print("no method has a schedule of this problem that fits; allow more time")
+    raise typer.Exit(cli.NOTHING_FOUND)
 
 
-@contextmanager
-def _progress(text: str) -> Iterator[Callable[[ComparisonRow], None]]:
-    """Print each row better than all before; show a clock and the last row on a terminal."""
+def _fits_as_given(row: ComparisonRow) -> bool:
     from optpipe_solver.compare import AS_GIVEN
 
-    began_s, best_ms = time.monotonic(), math.inf
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[done]}", markup=False, style="dim"),
-    )
-    with Progress(*columns, console=stderr(), transient=True) as shown:
-        if not shown.console.is_terminal:
-            shown.console.print(text, markup=False)
-        task = shown.add_task(text, total=None, done="")
-
-        def note_done(row: ComparisonRow) -> None:
-            nonlocal best_ms
-            name = f"{row.method} ({row.placement})"
-            shown.update(task, done=f"done: {name}")
-            fits = row.programs is not None and not row.over_limit and row.placement == AS_GIVEN
-            if fits and row.objective_ms < best_ms:
-                best_ms = row.objective_ms
-                line = progress_line(time.monotonic() - began_s, row.method, best_ms, None)
-                shown.console.print(line, markup=False)
-
-        yield note_done
+    return row.programs is not None and not row.over_limit and row.placement == AS_GIVEN
 
 
 def _show(rows: Rows) -> None:
-    console = stdout()
+    console = cli.stdout()
     # Files and pipes have 80 columns, where names would be cut to a few letters a line.
     console.width = max(console.width, _MIN_WIDTH)
     present = [row for row in rows if is_present(row)]

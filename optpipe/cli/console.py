@@ -39,67 +39,19 @@ if TYPE_CHECKING:
 
     from rich.console import ConsoleOptions, RenderableType
 
+    from optpipe.client import Client
     from optpipe.errors import OptPipeError
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
     from optpipe_solver.budget import Progress
-
-__all__ = [
-    "BAD_INPUT",
-    "DEFAULT_URL",
-    "FAILURE",
-    "INFEASIBLE",
-    "INTERRUPTED",
-    "MAX_DRAWN",
-    "NOTHING_FOUND",
-    "PIPE",
-    "ApiKey",
-    "AsJson",
-    "JobId",
-    "Output",
-    "ProblemFile",
-    "ProblemOut",
-    "ScheduleFile",
-    "Url",
-    "baseline_programs",
-    "check_outputs",
-    "check_schedule_name",
-    "gap_text",
-    "interruptible",
-    "load_programs",
-    "name_file",
-    "needs_extra",
-    "nothing_found",
-    "number_table",
-    "output_option",
-    "print_error",
-    "print_json",
-    "progress_line",
-    "read_input",
-    "read_problem",
-    "read_programs",
-    "remaining_s",
-    "report_written",
-    "rescue_text",
-    "result_console",
-    "searching",
-    "show_schedule",
-    "stderr",
-    "stdout",
-    "stopped_by_user",
-    "text_table",
-    "warn",
-    "write_file",
-    "write_output",
-    "write_schedule",
-]
-
 
 FAILURE, BAD_INPUT, INFEASIBLE, NOTHING_FOUND = 1, 2, 3, 4
 INTERRUPTED = 130
 # Unicode has pictures of C0 control characters and of DEL, and none of C1.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+
+_MIN_TEXT_WIDTH = 12
 
 PIPE = Path("-")
 """File name that means standard input or standard output."""
@@ -117,8 +69,14 @@ class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """Print; widen the console for a table whose numbers do not fit."""
         width = self.width
-        tables = (thing for thing in objects if isinstance(thing, Table))
-        self.width = max(width, *(_min_width(self, table) for table in tables), 0)
+        wide = self.options.update(width=10_000)
+        for table in (thing for thing in objects if isinstance(thing, Table)):
+            _, right, _, left = table.padding
+            needed = (left + right) * len(table.columns)
+            for column in table.columns:
+                size = measure_renderables(self, wide, [column.header, *column.cells])
+                needed += size.maximum if column.no_wrap else min(size.minimum, _MIN_TEXT_WIDTH)
+            self.width = max(self.width, needed)
         try:
             super().print(*objects, **options)
         finally:
@@ -173,19 +131,6 @@ def print_error(error: OptPipeError) -> None:
     text = Text(str(error))
     text.highlight_regex(r">>[^<]+<<", "bold red")
     stderr().print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
-
-
-_MIN_TEXT_WIDTH = 12
-
-
-def _min_width(console: Console, table: Table) -> int:
-    """Return the width that a table needs for its columns that do not wrap."""
-    wide, (_, right, _, left) = console.options.update(width=10_000), table.padding
-    needed = 0
-    for column in table.columns:
-        size = measure_renderables(console, wide, [column.header, *column.cells])
-        needed += size.maximum if column.no_wrap else min(size.minimum, _MIN_TEXT_WIDTH)
-    return needed + (left + right) * len(table.columns)
 
 
 def text_table(*numbers: str, texts: Sequence[str] = ()) -> Table:
@@ -289,6 +234,13 @@ ApiKey = Annotated[
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id that submit printed.")]
+
+
+def connect(url: str, api_key: str | None) -> Client:
+    """Return a client of a service; its package is loaded only here."""
+    from optpipe.client import Client
+
+    return Client(url, api_key=api_key)
 
 
 # --- Results.

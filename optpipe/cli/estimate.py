@@ -10,20 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.answers import EstimateView
-from optpipe.cli.console import (
-    AsJson,
-    check_outputs,
-    name_file,
-    output_option,
-    print_json,
-    result_console,
-    stdout,
-    text_table,
-    warn,
-    write_output,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, flags_of, takes
-from optpipe.cli.tracing import costs_line, read_trace, trace_model
+from optpipe.cli.tracing import read_trace, trace_model
 from optpipe.errors import InputError
 from optpipe.formats.exports import megatron_layout
 from optpipe.formats.json import dump_model, dump_problem, parse_json, read_text
@@ -58,7 +47,7 @@ def read_config(path: str) -> dict[str, Any]:
     """
     file = Path(path)
     name = file.absolute().parent.name if file.name == "config.json" else file.stem
-    with name_file(file):
+    with cli.name_file(file):
         config = parse_json(read_text(file), takes_constants=True)
     if not isinstance(config, dict):
         raise InputError(f"{path}: config: must be a JSON object; give a model's config.json")
@@ -67,7 +56,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 def _read_lengths(path: str) -> dict[str, Any]:
     """Return the request's fields of a file with a length, or lengths, for each micro-batch."""
-    with name_file(Path(path)):
+    with cli.name_file(Path(path)):
         found = parse_json(read_text(Path(path)))
     listed = found if isinstance(found, list) else []
     batches = [one if isinstance(one, list) else [one] for one in listed]
@@ -87,13 +76,13 @@ def _read_lengths(path: str) -> dict[str, Any]:
 def estimate_problem(
     builder: RequestBuilder[EstimateRequest],
     output: Annotated[
-        Path | None, output_option("Write the problem here; - is standard output.")
+        Path | None, cli.output_option("Write the problem here; - is standard output.")
     ] = None,
     model_json: Annotated[
         bool,
         typer.Option("--model-json", help="Write the uncut layers for optpipe plan instead."),
     ] = False,
-    as_json: AsJson = False,
+    as_json: cli.AsJson = False,
     list_all: Annotated[
         bool, typer.Option("--list", help="Print every model and accelerator, with sources.")
     ] = False,
@@ -122,9 +111,9 @@ def estimate_problem(
       optpipe estimate --list
     """
     if list_all:
-        _show_catalogue(stdout())
+        _show_catalogue(cli.stdout())
         return
-    check_outputs(output, inputs=builder.files)
+    cli.check_outputs(output, inputs=builder.files)
     request = builder.build()
     if model_json and (request.slices > 1 or request.lengths):
         name = "--lengths" if request.lengths else f"--slices {request.slices}"
@@ -135,13 +124,13 @@ def estimate_problem(
     request = trace_model(request)
     found = request.estimate()
     if as_json:
-        print_json(EstimateView.of(request, found).model_dump(mode="json", by_alias=True))
+        cli.print_json(EstimateView.of(request, found).model_dump(mode="json", by_alias=True))
     else:
-        _show(result_console(output), request, found)
+        _show(cli.result_console(output), request, found)
     if output is not None and model_json:
-        write_output(output, dump_model(found.model), "model")
+        cli.write_output(output, dump_model(found.model), "model")
     elif output is not None:
-        write_output(output, dump_problem(found.problem), "problem")
+        cli.write_output(output, dump_problem(found.problem), "problem")
 
 
 def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
@@ -155,7 +144,8 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
         markup=False,
     )
     if request.model is None:
-        console.print(costs_line(shape), markup=False, soft_wrap=True)
+        kind = "a formula" if shape.trace is None else "a trace"
+        console.print(f"costs from {kind} ({shape.source})", markup=False, soft_wrap=True)
     if lora := request.lora_settings:
         console.print(f"LoRA: {lora}; all other weights are frozen", markup=False)
     for text in (*_step_lines(found), _spent_line(found.step)):
@@ -184,7 +174,7 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
         for load in link_loads(found.problem)
         if load.busy_ms > busy_ms
     ]
-    warn("links", bound_by)
+    cli.warn("links", bound_by)
 
 
 def _pairs_line(problem: Problem) -> str:
@@ -244,8 +234,7 @@ def _spent_line(step: StepEstimate) -> str:
 
 
 def _memory_table(step: StepEstimate) -> Table:
-    kinds = step.peak._asdict()
-    table = text_table("device", *kinds, "sum")
+    table = cli.text_table("device", *step.peak._asdict(), "sum")
     for rank, memory in enumerate(step.memory[:_SHOWN_STAGES]):
         cells = (format_bytes(round(value)) for value in (*memory, memory.total))
         table.add_row(f"gpu{rank}", *cells)
@@ -253,8 +242,8 @@ def _memory_table(step: StepEstimate) -> Table:
 
 
 def _stage_table(found: Estimate) -> Table:
-    table = text_table("stage", "device", "layers", "F ms", "I ms", "W ms", "activation", "to W",
-                       "offloadable", "static", "usable")  # fmt: skip
+    table = cli.text_table("stage", "device", "layers", "F ms", "I ms", "W ms", "activation",
+                           "to W", "offloadable", "static", "usable")  # fmt: skip
     for index, stage in enumerate(islice(found.problem.stages, _SHOWN_STAGES)):
         device = found.problem.devices[stage.device]
         times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
@@ -269,7 +258,7 @@ def _stage_table(found: Estimate) -> Table:
 def _menu_table(problem: Problem) -> Table:
     """Return the menu of the middle stage; others differ by embedding and head."""
     index = len(problem.stages) // 2
-    table = text_table("left by F", "offload", "stays", "in backward", "again ms",
+    table = cli.text_table("left by F", "offload", "stays", "in backward", "again ms",
                        texts=("stage", "mode"))  # fmt: skip
     for row, mode in enumerate(problem.menus[index]):
         sizes = (mode.forward_bytes, mode.offload_bytes, mode.least_bytes,
@@ -281,7 +270,7 @@ def _menu_table(problem: Problem) -> Table:
 
 def _show_catalogue(console: Console) -> None:
     console.width = max(console.width, _MIN_WIDTH)
-    models = text_table("parameters", "layers", "hidden", texts=("model",))
+    models = cli.text_table("parameters", "layers", "hidden", texts=("model",))
     models.add_column("source", overflow="fold")
     for shape in MODELS.values():
         parameters = f"{total_parameters(shape) / 1e9:.2f} B"
@@ -290,7 +279,7 @@ def _show_catalogue(console: Console) -> None:
     console.print(models)
     for hardware in GPUS.values():
         console.print(f"\n{hardware.name}: {hardware.title}", style="bold", markup=False)
-        facts = text_table("", texts=("",))
+        facts = cli.text_table("", texts=("",))
         facts.show_header = False
         facts.add_column("", overflow="fold")
         for name, fact in hardware.facts:

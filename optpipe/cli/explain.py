@@ -8,25 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.console import (
-    PIPE,
-    AsJson,
-    ProblemFile,
-    ScheduleFile,
-    check_outputs,
-    interruptible,
-    load_programs,
-    needs_extra,
-    output_option,
-    print_json,
-    read_problem,
-    read_programs,
-    report_written,
-    stderr,
-    stdout,
-    stopped_by_user,
-    write_file,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError, MissingExtraError
 from optpipe.formats.json import dump_problem, dump_schedule, read_text
@@ -68,17 +50,19 @@ WithWhatIf = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    output_option("Write problem and schedule of each what-if into this folder.", metavar="DIR"),
+    cli.output_option(
+        "Write problem and schedule of each what-if into this folder.", metavar="DIR"
+    ),
 ]
 
 
 @takes(SearchOptions, defaults={"time_limit_s": 10.0, "threads": 2})
 def explain(
     builder: RequestBuilder[SearchOptions],
-    problem_file: ProblemFile,
-    schedule_file: ScheduleFile,
+    problem_file: cli.ProblemFile,
+    schedule_file: cli.ScheduleFile,
     what_if: WithWhatIf = False,
-    as_json: AsJson = False,
+    as_json: cli.AsJson = False,
     output: Folder = None,
 ) -> None:
     """Explain what limits a schedule, and why it offloads.
@@ -96,8 +80,8 @@ def explain(
     """
     if output is not None and not what_if:
         raise InputError("-o DIR is for what --what-if finds; add --what-if, or leave -o out")
-    problem = read_problem(problem_file)
-    programs, schedule = read_programs(problem, schedule_file)
+    problem = cli.read_problem(problem_file)
+    programs, schedule = cli.read_programs(problem, schedule_file)
     if output is not None:
         _make_folder(output, (problem_file, schedule_file))
     from optpipe.explain import explain as explain_programs
@@ -106,11 +90,11 @@ def explain(
     explanation = explain_programs(problem, programs, bound_ms=bound_ms)
     if not as_json:
         for topic, sentences in groupby(explanation.sentences, key=lambda one: one.topic):
-            stdout().print(_TITLES[topic], style="bold")
+            cli.stdout().print(_TITLES[topic], style="bold")
             for sentence in sentences:
-                stdout().print(f"  {sentence.text}", markup=False, soft_wrap=True)
+                cli.stdout().print(f"  {sentence.text}", markup=False, soft_wrap=True)
     document = explanation.model_dump(mode="json")
-    with interruptible() as stop:
+    with cli.interruptible() as stop:
         if what_if:
             options = builder.build().model_dump()
             answers = _solve_what_ifs(
@@ -118,21 +102,21 @@ def explain(
             )
             document["what_if"] = [_report(answer, output, as_json) for answer in answers]
     if as_json:
-        print_json(document)
+        cli.print_json(document)
     if stop.is_set():
-        raise stopped_by_user("what-ifs")
+        raise cli.stopped_by_user("what-ifs")
 
 
 def _solve_what_ifs(
     problem: Problem, programs: Programs, objective_ms: float, **options: Any
 ) -> Iterator[WhatIf | Unasked]:
-    with needs_extra("solver"):
+    with cli.needs_extra("solver"):
         from optpipe_solver.compare import what_if
 
         answers = what_if(problem, programs, objective_ms, **options)
     while True:
         # Only while solving: the status and an answer would share a line of the terminal.
-        with stderr().status("solving"):
+        with cli.stderr().status("solving"):
             answer = next(answers, None)
         if answer is None:
             return
@@ -143,13 +127,13 @@ def _report(answer: WhatIf | Unasked, folder: Path | None, as_json: bool) -> dic
     """Print an answer and write its files; return it as JSON."""
     if not as_json:
         if answer.name == "as-it-is":
-            stdout().print("What if", style="bold")
-        stdout().print(f"  {answer.sentence()}", markup=False, soft_wrap=True)
+            cli.stdout().print("What if", style="bold")
+        cli.stdout().print(f"  {answer.sentence()}", markup=False, soft_wrap=True)
     schedule, problem = getattr(answer, "schedule", None), getattr(answer, "problem", None)
     if folder is not None and schedule is not None and problem is not None:
-        write_file(folder / f"{answer.name}.problem.json", dump_problem(problem))
-        write_file(folder / f"{answer.name}.schedule.json", dump_schedule(schedule))
-        report_written(folder / f"{answer.name}.*.json")
+        cli.write_file(folder / f"{answer.name}.problem.json", dump_problem(problem))
+        cli.write_file(folder / f"{answer.name}.schedule.json", dump_schedule(schedule))
+        cli.report_written(folder / f"{answer.name}.*.json")
     return answer.as_json()
 
 
@@ -168,7 +152,7 @@ def _make_folder(path: Path, inputs: tuple[Path, ...]) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make folder {path}: {error.strerror}; choose another") from None
-    check_outputs(path / "problem.json")
+    cli.check_outputs(path / "problem.json")
 
 
 # --- ``optpipe diff``: what changed between two schedules or two problems, in ms and bytes.
@@ -197,7 +181,7 @@ TheirProblem = Annotated[
 
 
 def diff(
-    before: Before, after: After, problem_file: TheirProblem = None, as_json: AsJson = False
+    before: Before, after: After, problem_file: TheirProblem = None, as_json: cli.AsJson = False
 ) -> None:
     """Show what changed between two schedules or two problems.
 
@@ -213,7 +197,7 @@ def diff(
       optpipe diff schedule.json edited.csv
       optpipe diff problem.json less-memory.json
     """
-    if before == after == PIPE:
+    if before == after == cli.PIPE:
         raise InputError("- and -: standard input is one problem; give the other as a file")
     kinds = [_is_problem(path) for path in (before, after)]
     if kinds[0] != kinds[1]:
@@ -235,11 +219,11 @@ def diff(
     )
     is_different = costs_differ or not found.is_empty
     if as_json:
-        stdout().out(found.model_dump_json(indent=2), highlight=False)
+        cli.stdout().out(found.model_dump_json(indent=2), highlight=False)
     elif is_different:
         _show_difference(found)
     else:
-        stderr().print("no difference")
+        cli.stderr().print("no difference")
     if is_different:
         raise typer.Exit(DIFFERENT)
 
@@ -249,7 +233,7 @@ def _is_problem(path: Path) -> bool:
 
     Standard input is a problem, as for all commands.
     """
-    if path == PIPE:
+    if path == cli.PIPE:
         return True
     text = read_text(path)
     if not text.lstrip().startswith("{"):
@@ -260,7 +244,7 @@ def _is_problem(path: Path) -> bool:
 def _show_difference(found: ScheduleDifference | ProblemDifference) -> None:
     from optpipe.explain import cost_line, difference_lines
 
-    console = stdout()
+    console = cli.stdout()
     if found.is_empty:
         console.print("the programs are the same, the numbers in the files are not")
     for line in difference_lines(found):
@@ -277,7 +261,7 @@ def _show_difference(found: ScheduleDifference | ProblemDifference) -> None:
 def _compare_problems(before: Path, after: Path) -> ProblemDifference:
     from optpipe.explain import compare_problems, problem_costs
 
-    pair = read_problem(before), read_problem(after)
+    pair = cli.read_problem(before), cli.read_problem(after)
     return compare_problems(*pair, costs=(*problem_costs(*pair), *_solver_costs(*pair)))
 
 
@@ -288,7 +272,7 @@ def _solver_costs(before: Problem, after: Problem) -> list[Cost]:
     if before == after:
         return []
     try:
-        with needs_extra("solver"):
+        with cli.needs_extra("solver"):
             from optpipe_solver.bounds import lower_bound
             from optpipe_solver.feasibility import feasibility, smallest_memory
     except MissingExtraError:
@@ -313,11 +297,11 @@ def _compare_schedules(before: Path, after: Path, problem_file: Path | None) -> 
     from optpipe.explain import compare_programs, record_costs, schedule_costs
 
     if problem_file is not None:
-        problem = read_problem(problem_file)
-        old, new = (read_programs(problem, path)[0] for path in (before, after))
+        problem = cli.read_problem(problem_file)
+        old, new = (cli.read_programs(problem, path)[0] for path in (before, after))
         return compare_programs(old, new, schedule_costs(problem, old, new))
-    (old, first), (new, second) = (load_programs(path) for path in (before, after))
+    (old, first), (new, second) = (cli.load_programs(path) for path in (before, after))
     hashes = {record.problem_hash for record in (first, second) if record is not None}
     if len(hashes) > 1:
-        stderr().print("note: the two schedules were made for different problems")
+        cli.stderr().print("note: the two schedules were made for different problems")
     return compare_programs(old, new, record_costs(first, second))

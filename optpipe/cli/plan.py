@@ -10,24 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from optpipe.cli.console import (
-    AsJson,
-    Output,
-    check_outputs,
-    check_schedule_name,
-    gap_text,
-    name_file,
-    needs_extra,
-    nothing_found,
-    print_json,
-    read_input,
-    remaining_s,
-    result_console,
-    searching,
-    text_table,
-    write_output,
-    write_schedule,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.estimate import read_config
 from optpipe.cli.options import RequestBuilder, flags_of, takes
 from optpipe.cli.tracing import read_trace, trace_model
@@ -74,9 +57,9 @@ ProblemOut = Annotated[
 def plan(
     builder: RequestBuilder[EstimateAndPlan],
     model_file: ModelFile = None,
-    output: Output = None,
+    output: cli.Output = None,
     problem_out: ProblemOut = None,
-    as_json: AsJson = False,
+    as_json: cli.AsJson = False,
 ) -> None:
     """Cut a model into stages, place them, and schedule them.
 
@@ -92,16 +75,16 @@ def plan(
       optpipe plan --config config.json --gpu h100:64 --pp 8 --microbatches 64
     """
     began_s = time.monotonic()
-    check_schedule_name(output)
-    check_outputs(output, problem_out, inputs=[model_file, *builder.files])
+    cli.check_schedule_name(output)
+    cli.check_outputs(output, problem_out, inputs=[model_file, *builder.files])
     model, options = _read_model(builder, model_file)
-    with needs_extra("solver"), searching("planning") as search:
+    with cli.needs_extra("solver"), cli.searching("planning") as search:
         from optpipe_solver.plan import plan as plan_model
 
         tried = options.model_dump(include={"chunks", "placements"}, exclude_none=True)
         result = plan_model(
             model,
-            time_limit_s=remaining_s(options.time_limit_s, began_s),
+            time_limit_s=cli.remaining_s(options.time_limit_s, began_s),
             work_limit=options.work_limit,
             threads=options.threads,
             seed=options.seed,
@@ -109,15 +92,15 @@ def plan(
             **search,
         )
     if result.problem is not None and problem_out is not None:
-        write_output(problem_out, dump_problem(result.problem), "problem")
+        cli.write_output(problem_out, dump_problem(result.problem), "problem")
     if result.schedule is not None and output is not None:
-        write_schedule(result.schedule, output, "schedule")
+        cli.write_schedule(result.schedule, output, "schedule")
     if as_json:
-        print_json(result.as_json())
+        cli.print_json(result.as_json())
     elif result.schedule is not None:
-        _show(result_console(output), model, result)
+        _show(cli.result_console(output), model, result)
     if result.schedule is None:
-        raise nothing_found(result.status, result.message)
+        raise cli.nothing_found(result.status, result.message)
 
 
 def _read_model(
@@ -140,8 +123,8 @@ def _read_model(
         )
     given = builder.values.get("options", {})
     options = RequestBuilder(PlanOptions, given, []).build()
-    with name_file(path):
-        return load_model(read_input(path)), options
+    with cli.name_file(path):
+        return load_model(cli.read_input(path)), options
 
 
 def _show(console: Console, model: Model, result: PlanResult) -> None:
@@ -164,7 +147,7 @@ def _show(console: Console, model: Model, result: PlanResult) -> None:
 
 def _candidate_table(result: PlanResult, shown: Sequence[PlanRow]) -> Table:
     texts = ("placement", "layers per stage")
-    table = text_table("bound\nms", "quick\nms", "best\nms", texts=texts)
+    table = cli.text_table("bound\nms", "quick\nms", "best\nms", texts=texts)
     table.add_column("outcome")
     for row in shown:
         label = f"{row.label} (even)" if row.is_even else row.label
@@ -188,7 +171,7 @@ def _cut_table(model: Model, chosen: PlanRow) -> Table:
     ]
     step = -(-len(owners) // _DRAWN_LAYERS)
     layers = "layers" if step == 1 else f"layers, {step} to a block"
-    table = text_table(texts=("device",))
+    table = cli.text_table(texts=("device",))
     table.add_column(layers, no_wrap=True)
     table.add_column("stages: layers")
     for index, device in enumerate(model.devices[:_SHOWN_DEVICES]):
@@ -207,7 +190,7 @@ def _cut_table(model: Model, chosen: PlanRow) -> Table:
 
 
 def _summary(result: PlanResult, objective: str, chosen: PlanRow) -> Table:
-    table = text_table("", texts=("",))
+    table = cli.text_table("", texts=("",))
     table.show_header = False
     table.add_column("")
     even, gain = result.even, escape(result.even.note)
@@ -216,5 +199,7 @@ def _summary(result: PlanResult, objective: str, chosen: PlanRow) -> Table:
     even_text = "does not fit" if even.final_ms is None else f"{_ms(even.final_ms)} ms"
     table.add_row(objective, f"{_ms(chosen.final_ms)} ms", f"by {chosen.method}")
     table.add_row("even linear cut", even_text, gain)
-    table.add_row("bound of the set", f"{_ms(result.bound_ms)} ms", f"gap {gap_text(result.gap)}")
+    table.add_row(
+        "bound of the set", f"{_ms(result.bound_ms)} ms", f"gap {cli.gap_text(result.gap)}"
+    )
     return table

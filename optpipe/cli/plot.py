@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.check import check
-from optpipe.cli.console import (
-    ProblemFile,
-    ScheduleFile,
-    baseline_programs,
-    check_outputs,
-    needs_extra,
-    output_option,
-    read_problem,
-    read_programs,
-    report_written,
-    stdout,
-    write_output,
-)
+from optpipe.cli import console as cli
 from optpipe.errors import InputError
 from optpipe.formats.exports import (
     check_num_layers,
@@ -50,7 +38,9 @@ Schedules = Annotated[
 ]
 PictureFile = Annotated[
     Path | None,
-    output_option("Draw into a file: .png, .svg, .pdf; .html (zooms); .json is a Chrome trace."),
+    cli.output_option(
+        "Draw into a file: .png, .svg, .pdf; .html (zooms); .json is a Chrome trace."
+    ),
 ]
 Beside = Annotated[
     str | None,
@@ -70,7 +60,7 @@ NumDevices = Annotated[
 
 
 def plot(
-    problem_file: ProblemFile,
+    problem_file: cli.ProblemFile,
     schedule_files: Schedules,
     output: PictureFile = None,
     beside: Beside = None,
@@ -92,9 +82,9 @@ def plot(
       optpipe plot problem.json before.csv after.json -o both.html
       optpipe plot problem.json schedule.json -o trace.json
     """
-    problem = read_problem(problem_file)
+    problem = cli.read_problem(problem_file)
     check_drawable(output)
-    check_outputs(output, inputs=[problem_file, *schedule_files])
+    cli.check_outputs(output, inputs=[problem_file, *schedule_files])
     if dark and (output is None or output.suffix != ".html"):
         shown = "the terminal" if output is None else output.name
         raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
@@ -102,14 +92,14 @@ def plot(
     if beside is not None:
         views.append(View(title_of(beside), problem, _published(problem, beside)))
     for path in schedule_files:
-        programs, schedule = read_programs(problem, path)
+        programs, schedule = cli.read_programs(problem, path)
         plain = View(path.stem, problem, programs)
         views.append(plain if schedule is None else _view_schedule(problem, schedule))
     if output is not None:
         _draw_into(output, views, theme="dark" if dark else "light")
         return
     length_ms = max(simulate(view.problem, view.programs).makespan_ms for view in views)
-    console = stdout()
+    console = cli.stdout()
     for view in views:
         picture = ScheduleView(
             problem=view.problem,
@@ -125,7 +115,7 @@ def plot(
 
 def _published(problem: Problem, method: str) -> Programs:
     """Return a method's programs, possibly over the memory limit. Raises `InputError`."""
-    with needs_extra("solver"):
+    with cli.needs_extra("solver"):
         from optpipe_solver.families import FAMILIES, NotApplicable
     families = {family.name: family for family in FAMILIES}
     if method not in families:
@@ -158,22 +148,22 @@ def _draw_into(output: Path, views: list[View], *, theme: Theme = "light") -> No
             raise InputError(
                 f"a trace holds one schedule, not {len(views)}; write one file for each"
             )
-        write_output(output, dump_chrome_trace(views[0].problem, views[0].programs))
+        cli.write_output(output, dump_chrome_trace(views[0].problem, views[0].programs))
     elif output.suffix == ".html":
         from optpipe.plot.interactive import chart_html, schedule_chart
 
         title = views[0].problem.name or "schedules"
         chart = schedule_chart(views, theme=theme)
-        write_output(output, chart_html(chart, title=title, theme=theme))
+        cli.write_output(output, chart_html(chart, title=title, theme=theme))
     else:
         save_figure(views, output)
-        report_written(output)
+        cli.report_written(output)
 
 
 def draw_solved(output: Path, problem: Problem, schedule: Schedule) -> None:
     """Draw a schedule below 1F1B, where that applies; draw it alone in a trace."""
     views = [_view_schedule(problem, schedule)]
-    baseline = baseline_programs(problem) if output.suffix != ".json" else None
+    baseline = cli.baseline_programs(problem) if output.suffix != ".json" else None
     if baseline is not None:
         views.insert(0, View("1F1B", problem, baseline))
     _draw_into(output, views)
@@ -189,7 +179,7 @@ def _view_schedule(problem: Problem, schedule: Schedule) -> View:
 Target = Annotated[
     str, typer.Option("--to", metavar="NAME", help="torch-csv, python, megatron-layout or trace.")
 ]
-ExportFile = Annotated[Path | None, output_option("Write here, instead of standard output.")]
+ExportFile = Annotated[Path | None, cli.output_option("Write here, instead of standard output.")]
 NumLayers = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Refuse unless the stages hold N transformer layers."),
@@ -198,8 +188,8 @@ Fuse = Annotated[bool, typer.Option("--fuse", help="Fuse I and W into one backwa
 
 
 def export(
-    problem_file: ProblemFile,
-    schedule_file: ScheduleFile,
+    problem_file: cli.ProblemFile,
+    schedule_file: cli.ScheduleFile,
     to: Target,
     output: ExportFile = None,
     fuse: Fuse = False,
@@ -224,37 +214,29 @@ def export(
     """
     if to not in TARGETS:
         raise InputError(f"--to {to!r}: must be one of {', '.join(TARGETS)}; choose one")
-    check_outputs(output, inputs=[problem_file, schedule_file])
-    problem = read_problem(problem_file)
+    cli.check_outputs(output, inputs=[problem_file, schedule_file])
+    problem = cli.read_problem(problem_file)
     if num_layers is not None:
         check_num_layers(problem, num_layers)
-    programs, _ = read_programs(problem, schedule_file)
+    programs, _ = cli.read_programs(problem, schedule_file)
     if fuse:
-        programs = _fuse(problem, programs)
+        programs = tuple(
+            tuple(
+                action._replace(type=ActionType.FULL_BACKWARD)
+                if action.type is ActionType.BACKWARD_INPUT
+                else action
+                for action in program
+                if action.type is not ActionType.BACKWARD_WEIGHT
+            )
+            for program in programs
+        )
+        # A B has a workspace and a duration of its own.
+        check(problem, programs)
     text = TARGETS[to](problem, programs)
     if output is None:
         print(text, end="")
     else:
-        write_output(output, text)
-
-
-def _fuse(problem: Problem, programs: Programs) -> Programs:
-    """Return programs with B for every I, and without W.
-
-    They are checked again, because a B has its own workspace and duration.
-    """
-    fused = tuple(
-        tuple(
-            action._replace(type=ActionType.FULL_BACKWARD)
-            if action.type is ActionType.BACKWARD_INPUT
-            else action
-            for action in program
-            if action.type is not ActionType.BACKWARD_WEIGHT
-        )
-        for program in programs
-    )
-    check(problem, fused)
-    return fused
+        cli.write_output(output, text)
 
 
 TARGETS: dict[str, Callable[[Problem, Programs], str]] = {

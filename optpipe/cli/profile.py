@@ -10,19 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from rich.markup import escape
 
-from optpipe.cli.console import (
-    AsJson,
-    ProblemOut,
-    check_outputs,
-    name_file,
-    print_json,
-    read_problem,
-    stderr,
-    stdout,
-    text_table,
-    write_file,
-    write_output,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import FieldError, FieldRef, InputError
 from optpipe.formats.json import dump_model, dump_problem, read_text
@@ -48,7 +36,7 @@ from optpipe.requests import ImportRequest, ProfileRequest
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console
     from rich.table import Table
@@ -79,7 +67,7 @@ def profile(
         ),
     ] = None,
     samples_out: SamplesOut = None,
-    as_json: AsJson = False,
+    as_json: cli.AsJson = False,
 ) -> None:
     """Measure or trace stages or a model, and write the problem or model.
 
@@ -99,7 +87,7 @@ def profile(
       optpipe profile --model my_model:build --device h100 --num-devices 8 -o model.json
       torchrun --nproc-per-node 4 -m optpipe.cli profile --stages my_model:stages -o problem.json
     """
-    check_outputs(output, samples_out)
+    cli.check_outputs(output, samples_out)
     request = builder.build()
     links = Given(
         link_latency_ms=request.link_latency_ms, link_gb_per_s=request.link_gb_per_s or None
@@ -111,20 +99,20 @@ def profile(
     count = request.num_microbatches or _MICROBATCHES_PER_DEVICE * num_devices
     # Show and write the measurements first: they are kept even if they make no problem.
     if as_json:
-        print_json(_describe(measured, layers))
+        cli.print_json(_describe(measured, layers))
     else:
         _show(measured)
         if layers is not None:
             _show_layers(layers.layers)
     if samples_out is not None:
         samples = measured.with_reserved(count).model_dump_json(indent=1) + "\n"
-        write_output(samples_out, samples, "samples")
+        cli.write_output(samples_out, samples, "samples")
     if layers is not None:
         file, kind = dump_model(layers.model(num_devices, count, links)), "model"
     else:
         file, kind = dump_problem(measured.problem(count, links)), "problem"
     if output is not None:
-        write_output(output, file, kind)
+        cli.write_output(output, file, kind)
 
 
 def _measure(request: ProfileRequest, *, has_links: bool) -> tuple[Profile, ModelProfile | None]:
@@ -199,18 +187,18 @@ def _describe(measured: Profile, layers: ModelProfile | None) -> dict[str, Any]:
 
 def _show_layers(layers: Iterable[RepeatedLayer]) -> None:
     """Print the layers of a model in its order, and the measured stage that each equals."""
-    table = text_table("layers", "measured\nas stage", texts=("layer",))
+    table = cli.text_table("layers", "measured\nas stage", texts=("layer",))
     for run in layers:
         table.add_row(run.name, str(run.repeat), str(run.stage))
-    console = stdout()
+    console = cli.stdout()
     console.print()
     console.print(table)
 
 
 def _show(measured: Profile) -> None:
-    console = stdout()
+    console = cli.stdout()
     _show_measurements(console, measured.measurements, measured.measurements.notes)
-    table = text_table(
+    table = cli.text_table(
         "stage", "received", "made by W", "D2H, H2D GB/s alone", "together", "under compute"
     )
     for index, result in enumerate(measured.results):
@@ -225,7 +213,11 @@ def _show(measured: Profile) -> None:
     menus = [result.menu for result in measured.results if result.menu is not None]
     tables = [_groups_table(menus), _modes_table(measured)] if menus else []
     if measured.pairs:
-        tables.append(_pairs_table(measured))
+        pairs = cli.text_table("hidden\nms", texts=("F of", "with"))
+        for pair in measured.pairs:
+            back = f"{pair.with_} of stage {pair.backward}"
+            pairs.add_row(f"stage {pair.forward}", back, format_ms(pair.hidden_ms))
+        tables.append(pairs)
     for shown in tables:
         console.print()
         console.print(shown)
@@ -233,7 +225,7 @@ def _show(measured: Profile) -> None:
 
 def _groups_table(menus: Iterable[StageMenu]) -> Table:
     """Return bytes freed, bytes moved and recompute time of each group of modules."""
-    table = text_table(
+    table = cli.text_table(
         "modules", "freed by\nrecomputing", "by\noffload", "again\nms", texts=("stage", "group")
     )
     for index, menu in enumerate(menus):
@@ -245,19 +237,8 @@ def _groups_table(menus: Iterable[StageMenu]) -> Table:
     return table
 
 
-def _pairs_table(measured: Profile) -> Table:
-    table = text_table("hidden\nms", texts=("F of", "with"))
-    for pair in measured.pairs:
-        table.add_row(
-            f"stage {pair.forward}",
-            f"{pair.with_} of stage {pair.backward}",
-            format_ms(pair.hidden_ms),
-        )
-    return table
-
-
 def _modes_table(measured: Profile) -> Table:
-    table = text_table("left by F", "offload", "stays", "again\nms", texts=("stage", "mode"))
+    table = cli.text_table("left by F", "offload", "stays", "again\nms", texts=("stage", "mode"))
     for index, (facts, result) in enumerate(
         zip(measured.measurements.stages, measured.results, strict=True)
     ):
@@ -286,7 +267,7 @@ def _show_measurements(
     if measurements.links:
         console.print()
         console.print(_links_table(measurements.links))
-    for line in (*_size_lines(measurements.stages), *_device_lines(measurements.devices)):
+    for line in _fact_lines(measurements):
         console.print(line, markup=False, soft_wrap=True)
     for note in notes:
         console.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
@@ -320,7 +301,7 @@ def _in_order(measurements: Measurements) -> list[Any]:
 
 def _measured_times_table(measurements: Measurements) -> Table:
     numbers = ("samples", "median\nms", "P5\nms", "P95\nms", "MAD\nms")
-    table = text_table(*numbers, texts=("stage", "action"))
+    table = cli.text_table(*numbers, texts=("stage", "action"))
     before = None
     for (stage, action), found in _in_order(measurements):
         times = (found.median_ms, found.p5_ms, found.p95_ms, found.mad_ms)
@@ -331,7 +312,7 @@ def _measured_times_table(measurements: Measurements) -> Table:
 
 
 def _links_table(links: Iterable[LinkFit]) -> Table:
-    table = text_table("messages", "sizes", "latency\nms", "bandwidth\nGB/s", texts=("link",))
+    table = cli.text_table("messages", "sizes", "latency\nms", "bandwidth\nGB/s", texts=("link",))
     for fit in links:
         rate = "-" if fit.bandwidth_gb_per_s is None else f"{fit.bandwidth_gb_per_s:.4g}"
         table.add_row(
@@ -344,31 +325,25 @@ def _links_table(links: Iterable[LinkFit]) -> Table:
     return table
 
 
-def _size_lines(stages: Iterable[StageFacts]) -> list[str]:
-    lines = []
-    for index, facts in enumerate(stages):
+def _fact_lines(measurements: Measurements) -> Iterator[str]:
+    """Yield the sizes of each stage, and the memory and bandwidths of each device."""
+    for index, facts in enumerate(measurements.stages):
         sizes = [
             f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(value)}"
             for name, value in facts.known().items()
             if name.endswith("_bytes") and value
         ]
         if sizes:
-            lines.append(f"stage {index}: {', '.join(sizes)}")
-    return lines
-
-
-def _device_lines(devices: Iterable[DeviceFacts]) -> list[str]:
-    lines = []
-    for index, facts in enumerate(devices):
+            yield f"stage {index}: {', '.join(sizes)}"
+    for index, device in enumerate(measurements.devices):
         parts = []
-        if facts.memory_bytes is not None:
-            parts.append(f"memory {format_bytes(facts.memory_bytes)}")
-        if facts.d2h_gb_per_s is not None and facts.h2d_gb_per_s is not None:
-            parts.append(f"to the host {facts.d2h_gb_per_s:.4g} GB/s")
-            parts.append(f"back {facts.h2d_gb_per_s:.4g} GB/s")
+        if device.memory_bytes is not None:
+            parts.append(f"memory {format_bytes(device.memory_bytes)}")
+        if device.d2h_gb_per_s is not None and device.h2d_gb_per_s is not None:
+            parts.append(f"to the host {device.d2h_gb_per_s:.4g} GB/s")
+            parts.append(f"back {device.h2d_gb_per_s:.4g} GB/s")
         if parts:
-            lines.append(f"device {index}: {', '.join(parts)}")
-    return lines
+            yield f"device {index}: {', '.join(parts)}"
 
 
 # --- ``optpipe import``: traces, logs and tables.
@@ -402,7 +377,7 @@ def import_measurements(
     builder: RequestBuilder[ImportRequest],
     form: Annotated[Form, typer.Argument(metavar="FORM", help="kineto, megatron or csv.")],
     files: Files,
-    output: ProblemOut = None,
+    output: cli.ProblemOut = None,
     base: Annotated[
         Path | None, typer.Option(metavar="PROBLEM", help="Replace only the times of this problem.")
     ] = None,
@@ -416,7 +391,7 @@ def import_measurements(
     times_out: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Write every sample as a table.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: cli.AsJson = False,
 ) -> None:
     """Make a problem from traces, logs or tables.
 
@@ -432,8 +407,8 @@ def import_measurements(
       optpipe import csv times.csv --sizes stages.csv --memory-bytes 80GiB -o measured.json
     """
     # The problem may overwrite --base, which it replaces.
-    check_outputs(output, times_out, inputs=[*files, sizes, messages])
-    check_outputs(times_out, inputs=[base])
+    cli.check_outputs(output, times_out, inputs=[*files, sizes, messages])
+    cli.check_outputs(times_out, inputs=[base])
     request = builder.build()
     for owner, names in _ONLY_OF.items():
         for name in names:
@@ -450,24 +425,24 @@ def import_measurements(
     if messages is not None:
         measurements = measurements.with_transfers(_read_file(messages, read_messages_table))
     if times_out is not None:
-        write_file(times_out, dump_times(measurements))
-    base_problem = read_problem(base) if base else None
+        cli.write_file(times_out, dump_times(measurements))
+    base_problem = cli.read_problem(base) if base else None
     built, missing = None, None
     try:
         built = _build(measurements, given, base_problem, request.pairs)
     except MeasurementError as error:
         # Only a problem that is written needs all facts.
         if output is not None:
-            _show_measurements(stderr(), measurements, measurements.notes)
+            _show_measurements(cli.stderr(), measurements, measurements.notes)
             raise
         missing = str(error)
     notes = measurements.notes if built is None else built.notes
     if as_json:
-        print_json(_describe_measurements(measurements, notes, missing))
+        cli.print_json(_describe_measurements(measurements, notes, missing))
     else:
-        _show_measurements(stdout(), measurements, notes, missing)
+        _show_measurements(cli.stdout(), measurements, notes, missing)
     if built is not None and output is not None:
-        write_output(output, dump_problem(built.problem), "problem")
+        cli.write_output(output, dump_problem(built.problem), "problem")
 
 
 def _read_measurements(form: Form, files: list[Path], request: ImportRequest) -> Measurements:
@@ -490,7 +465,7 @@ def _read_measurements(form: Form, files: list[Path], request: ImportRequest) ->
 
 def _read_file(path: Path, read: Callable[[str], Read]) -> Read:
     text = read_text(path)
-    with name_file(path):
+    with cli.name_file(path):
         return read(text)
 
 

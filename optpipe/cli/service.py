@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 
-from optpipe.cli.console import (
-    DEFAULT_URL,
-    INTERRUPTED,
-    ApiKey,
-    JobId,
-    Output,
-    ProblemFile,
-    Url,
-    check_outputs,
-    check_schedule_name,
-    gap_text,
-    needs_extra,
-    nothing_found,
-    progress_line,
-    read_problem,
-    result_console,
-    show_schedule,
-    stderr,
-    stdout,
-    write_output,
-    write_schedule,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.formats.json import dump_schedule
 from optpipe.requests import ResumeRequest, SolveRequest
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from rich.console import Console
-    from rich.progress import Task
+    from collections.abc import Callable, Iterator
 
     from optpipe.client import Client, Job
     from optpipe_api.access import ApiKey as KeyRecord
     from optpipe_api.store import KeyStore
 
-__all__ = ["fetch", "make_jobs_app", "make_keys_app", "serve", "submit"]
+__all__ = ["GROUPS", "fetch", "serve", "submit"]
 
 
 def serve(
@@ -86,7 +60,7 @@ def serve(
       optpipe serve
       optpipe serve --host 0.0.0.0 --port 9000 --database-url sqlite:////var/lib/optpipe/jobs.db
     """
-    with needs_extra("server"):
+    with cli.needs_extra("server"):
         from optpipe_api import Settings
         from optpipe_api import serve as run_server
 
@@ -108,16 +82,16 @@ def serve(
 )
 def submit(
     builder: RequestBuilder[SolveRequest],
-    problem_file: ProblemFile,
-    url: Url = DEFAULT_URL,
+    problem_file: cli.ProblemFile,
+    url: cli.Url = cli.DEFAULT_URL,
     follow: Annotated[
         bool, typer.Option("--follow", help="Wait for the end and print every improvement.")
     ] = False,
-    output: Output = None,
+    output: cli.Output = None,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Solve again, without an earlier result.")
     ] = False,
-    api_key: ApiKey = None,
+    api_key: cli.ApiKey = None,
 ) -> None:
     """Submit a problem to the service and print the job's id.
 
@@ -131,13 +105,11 @@ def submit(
       optpipe submit problem.json --url http://planner:8000 --tag nightly
       optpipe submit problem.json --robust P90 --stragglers 0.2
     """
-    from optpipe.client import Client
-
-    problem = read_problem(problem_file)
+    problem = cli.read_problem(problem_file)
     request = builder.build(problem=problem)
-    check_schedule_name(output)
-    check_outputs(output, inputs=[problem_file])
-    with Client(url, api_key=api_key) as client:
+    cli.check_schedule_name(output)
+    cli.check_outputs(output, inputs=[problem_file])
+    with cli.connect(url, api_key) as client:
         job = client.submit(
             problem,
             tags=request.tags or None,
@@ -145,14 +117,14 @@ def submit(
             cache="refresh" if refresh else None,
             **request.options.model_dump(exclude_unset=True),
         )
-        console = result_console(output)
+        console = cli.result_console(output)
         console.print(job.id, markup=False)
         if not follow and output is None:
             return
         schedule = client.schedule(_follow_job(client, job))
         if output is not None:
-            write_schedule(schedule, output)
-        show_schedule(console, problem, schedule, None)
+            cli.write_schedule(schedule, output)
+        cli.show_schedule(console, problem, schedule, None)
 
 
 Format = Literal["json", "csv", "trace", "svg"]
@@ -160,8 +132,8 @@ _FORMAT_OF: dict[str, Format] = {".csv": "csv", ".svg": "svg"}
 
 
 def fetch(
-    job_id: JobId,
-    output: Output = None,
+    job_id: cli.JobId,
+    output: cli.Output = None,
     form: Annotated[
         Format | None,
         typer.Option(
@@ -169,8 +141,8 @@ def fetch(
             help="trace is a Chrome trace, svg a picture.  [default: by the suffix of -o]",
         ),
     ] = None,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: cli.Url = cli.DEFAULT_URL,
+    api_key: cli.ApiKey = None,
 ) -> None:
     """Fetch the best schedule of a job so far.
 
@@ -182,32 +154,25 @@ def fetch(
       optpipe fetch JOB -o schedule.svg
       optpipe fetch JOB --format trace -o trace.json
     """
-    from optpipe.client import Client
-
     suffix = "" if output is None else output.suffix.lower()
     chosen: Format = form or _FORMAT_OF.get(suffix, "json")
     if chosen == "json":
-        check_schedule_name(output)
-    check_outputs(output)
+        cli.check_schedule_name(output)
+    cli.check_outputs(output)
     summary = ""
-    with Client(url, api_key=api_key) as client:
+    with cli.connect(url, api_key) as client:
         if chosen == "json":
             schedule = client.schedule(job_id)
             text = dump_schedule(schedule)
-            summary = f"{format_ms(schedule.objective_ms)} ms, gap {gap_text(schedule.gap)}"
+            summary = f"{format_ms(schedule.objective_ms)} ms, gap {cli.gap_text(schedule.gap)}"
         else:
             text = client.schedule_text(job_id, chosen)
     if output is None:
-        stdout().out(text, highlight=False, end="" if text.endswith("\n") else "\n")
+        cli.stdout().out(text, highlight=False, end="" if text.endswith("\n") else "\n")
         return
-    write_output(output, text)
+    cli.write_output(output, text)
     if summary:
-        stderr().print(summary, markup=False)
-
-
-# --- Following a job in the terminal: a bar of its time limit, objective, bound and gap.
-
-_BAR_WIDTH = 24
+        cli.stderr().print(summary, markup=False)
 
 
 def _follow_job(client: Client, job: Job) -> Job:
@@ -215,26 +180,20 @@ def _follow_job(client: Client, job: Job) -> Job:
 
     Raises `typer.Exit`: without a schedule with the exit code of optpipe solve; on Ctrl-C with 130.
     """
-    console = stderr()
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        _TimeBar(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[best]}", markup=False),
-        console=console,
-        transient=True,
-    )
-    task = progress.add_task(job.state, total=job.options.time_limit_s, start=False, best="")
-    num_printed = 0
+    console = cli.stderr()
+    num_printed, best_ms = 0, None
     try:
-        with progress if console.is_terminal else nullcontext():
+        with console.status(job.state) as status:
             for news in client.follow(job):
-                job = news
-                num_printed = _print_improvements(console, job, num_printed)
-                if job.state == "running":
-                    progress.start_task(task)
-                progress.update(task, description=job.state, best=_best_text(job))
+                job, trace = news, news.trace or ()
+                for step in trace[num_printed:]:
+                    # A step that raised only the bound has no objective; the schedule remains.
+                    best_ms = best_ms if step.objective_ms is None else step.objective_ms
+                    line = cli.progress_line(step.seconds, step.method, best_ms, step.bound_ms)
+                    console.print(line, markup=False)
+                num_printed = len(trace)
+                gap = "" if job.gap is None else f", gap {cli.gap_text(job.gap)}"
+                status.update(f"{job.state}{gap}")
     except KeyboardInterrupt:
         console.print(
             f"job {job.id} continues; next: optpipe fetch {job.id}, or "
@@ -242,69 +201,16 @@ def _follow_job(client: Client, job: Job) -> Job:
             markup=False,
             soft_wrap=True,
         )
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(cli.INTERRUPTED) from None
     if not job.has_schedule:
-        reason = job.error.message if job.error is not None else ""
-        raise nothing_found(job.state, reason)
+        raise cli.nothing_found(job.state, "" if job.error is None else job.error.message)
     return job
-
-
-def _print_improvements(console: Console, job: Job, num_printed: int) -> int:
-    """Print the steps of a job's trace that are not printed yet; return the number of steps."""
-    best_ms = None
-    trace = job.trace or ()
-    for number, step in enumerate(trace):
-        # A step that raised only the bound has no objective; the schedule remains.
-        best_ms = best_ms if step.objective_ms is None else step.objective_ms
-        if number >= num_printed:
-            line = progress_line(step.seconds, step.method, best_ms, step.bound_ms)
-            console.print(line, markup=False)
-    return len(trace)
-
-
-class _TimeBar(ProgressColumn):
-    """The share of the time limit that has passed on this machine's clock."""
-
-    max_refresh = None  # redrawn although the task itself does not change
-
-    def render(self, task: Task) -> ProgressBar:
-        """Return the bar, which is empty until the job runs."""
-        total = task.total or 1.0
-        return ProgressBar(total=total, completed=min(task.elapsed or 0.0, total), width=_BAR_WIDTH)
-
-
-def _best_text(job: Job) -> str:
-    parts = [] if job.objective_ms is None else [f"{format_ms(job.objective_ms)} ms"]
-    if job.bound_ms is not None:
-        parts.append(f"bound {format_ms(job.bound_ms)} ms")
-    if job.gap is not None:
-        parts.append(f"gap {gap_text(job.gap)}")
-    return ", ".join(parts) or "no schedule yet"
 
 
 # --- ``optpipe jobs``: list, cancel and resume the jobs of a service.
 
 _ID_WIDTH = 32
 _TIME_FORMAT = "%Y-%m-%d %H:%M"
-
-
-def make_jobs_app() -> typer.Typer:
-    """Return the commands that list, cancel and resume jobs."""
-    return _make_group(
-        "jobs",
-        "List, cancel and resume the jobs of a service.\n\n\b\nExamples:\n"
-        "  optpipe jobs list --state running\n"
-        "  optpipe jobs cancel JOB\n"
-        "  optpipe jobs resume JOB --time-limit 60",
-        {"list": list_jobs, "cancel": cancel, "resume": resume},
-    )
-
-
-def _make_group(name: str, about: str, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
-    app = typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, help=about)
-    for word, command in commands.items():
-        app.command(word)(command)
-    return app
 
 
 def list_jobs(
@@ -314,8 +220,8 @@ def list_jobs(
     ] = None,
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only jobs with this tag.")] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of jobs.")] = 20,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: cli.Url = cli.DEFAULT_URL,
+    api_key: cli.ApiKey = None,
 ) -> None:
     """List jobs, newest first.
 
@@ -324,38 +230,34 @@ def list_jobs(
       optpipe jobs list
       optpipe jobs list --state queued --tag nightly
     """
-    from optpipe.client import Client
-
     job_id = Column("job", no_wrap=True, min_width=_ID_WIDTH)
     table = Table(job_id, "state", "name", "made", "objective", "gap", box=None, pad_edge=False)
-    with Client(url, api_key=api_key) as client:
+    with cli.connect(url, api_key) as client:
         for job in islice(client.jobs(state=state, tag=tag), limit):
             objective = "" if job.objective_ms is None else f"{format_ms(job.objective_ms)} ms"
-            gap = "" if job.gap is None else gap_text(job.gap)
+            gap = "" if job.gap is None else cli.gap_text(job.gap)
             created = job.created_at.strftime(_TIME_FORMAT)
             table.add_row(job.id, job.state, job.name, created, objective, gap)
-    stdout().print(table)
+    cli.stdout().print(table)
 
 
-def cancel(job_id: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+def cancel(job_id: cli.JobId, url: cli.Url = cli.DEFAULT_URL, api_key: cli.ApiKey = None) -> None:
     """Stop a job and keep its best schedule; a finished job does not change.
 
     \b
     Example:
       optpipe jobs cancel JOB
     """
-    from optpipe.client import Client
-
-    with Client(url, api_key=api_key) as client:
+    with cli.connect(url, api_key) as client:
         _print_state(client.cancel(job_id))
 
 
 @takes(ResumeRequest)
 def resume(
     builder: RequestBuilder[ResumeRequest],
-    job_id: JobId,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    job_id: cli.JobId,
+    url: cli.Url = cli.DEFAULT_URL,
+    api_key: cli.ApiKey = None,
 ) -> None:
     """Continue a finished job with more time.
 
@@ -363,16 +265,14 @@ def resume(
     Example:
       optpipe jobs resume JOB --time-limit 60
     """
-    from optpipe.client import Client
-
     request = builder.build()
-    with Client(url, api_key=api_key) as client:
+    with cli.connect(url, api_key) as client:
         _print_state(client.resume(job_id, request.time_limit_s))
 
 
 def _print_state(job: Job) -> None:
     stopping = ", stopping" if job.cancel_requested and not job.is_finished else ""
-    stderr().print(f"job {job.id}: {job.state}{stopping}", markup=False)
+    cli.stderr().print(f"job {job.id}: {job.state}{stopping}", markup=False)
 
 
 # --- ``optpipe keys``: the API keys of a service, in its database.
@@ -387,19 +287,6 @@ DatabaseUrl = Annotated[
 Days = Annotated[
     float | None, typer.Option(min=0, help="Days until the key expires.  [default: never]")
 ]
-
-
-def make_keys_app() -> typer.Typer:
-    """Return the commands that make, list and revoke keys."""
-    return _make_group(
-        "keys",
-        "Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
-        "  optpipe keys create --name ci --role submit\n"
-        "  optpipe keys list\n"
-        "  optpipe keys rotate ci\n"
-        "  optpipe keys revoke ci",
-        {"create": create_key, "list": list_keys, "rotate": rotate_key, "revoke": revoke_key},
-    )
 
 
 def create_key(
@@ -456,8 +343,8 @@ def _expiry(days: float | None) -> float | None:
 
 
 def _print_key(key: KeyRecord, text: str) -> None:
-    stdout().print(text, markup=False, soft_wrap=True)
-    stderr().print(
+    cli.stdout().print(text, markup=False, soft_wrap=True)
+    cli.stderr().print(
         f"key {key.name!r} with role {key.role}; it is shown only now, so keep it", markup=False
     )
 
@@ -474,9 +361,12 @@ def list_keys(database_url: DatabaseUrl = None) -> None:
     table = Table("name", "role", "id", "made", "revoked", "expires", box=None, pad_edge=False)
     for key in found:
         times = (key.created_at, key.revoked_at, key.expires_at)
-        shown = ["" if seconds is None else _time(seconds) for seconds in times]
+        shown = [
+            "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime(_TIME_FORMAT)
+            for seconds in times
+        ]
         table.add_row(key.name, key.role.value, key.id, *shown)
-    stdout().print(table)
+    cli.stdout().print(table)
 
 
 def revoke_key(
@@ -491,12 +381,12 @@ def revoke_key(
     """
     with _open_keys(database_url, must_exist=True) as keys:
         key, num_jobs = keys.revoke(name)
-    stderr().print(f"key {key.name!r} is revoked, {num_jobs} jobs are cancelled", markup=False)
+    cli.stderr().print(f"key {key.name!r} is revoked, {num_jobs} jobs are cancelled", markup=False)
 
 
 @contextmanager
 def _open_keys(database_url: str | None, *, must_exist: bool = False) -> Iterator[KeyStore]:
-    with needs_extra("server"):
+    with cli.needs_extra("server"):
         from optpipe_api import Settings
         from optpipe_api.store import open_stores
 
@@ -508,5 +398,21 @@ def _open_keys(database_url: str | None, *, must_exist: bool = False) -> Iterato
             stores.close()
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime(_TIME_FORMAT)
+GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
+    "jobs": (
+        "List, cancel and resume the jobs of a service.\n\n\b\nExamples:\n"
+        "  optpipe jobs list --state running\n"
+        "  optpipe jobs cancel JOB\n"
+        "  optpipe jobs resume JOB --time-limit 60",
+        {"list": list_jobs, "cancel": cancel, "resume": resume},
+    ),
+    "keys": (
+        "Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
+        "  optpipe keys create --name ci --role submit\n"
+        "  optpipe keys list\n"
+        "  optpipe keys rotate ci\n"
+        "  optpipe keys revoke ci",
+        {"create": create_key, "list": list_keys, "rotate": rotate_key, "revoke": revoke_key},
+    ),
+}
+"""Group of commands -> its help, and its commands."""

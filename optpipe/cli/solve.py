@@ -9,31 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import (
-    MAX_DRAWN,
-    AsJson,
-    Output,
-    ProblemFile,
-    ScheduleFile,
-    baseline_programs,
-    check_outputs,
-    check_schedule_name,
-    gap_text,
-    needs_extra,
-    nothing_found,
-    number_table,
-    print_json,
-    read_problem,
-    read_programs,
-    remaining_s,
-    rescue_text,
-    result_console,
-    searching,
-    show_schedule,
-    stderr,
-    stdout,
-    write_schedule,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.cli.plot import check_drawable, draw_solved
 from optpipe.errors import IllegalScheduleError, InfeasibleProblemError, InputError
@@ -59,8 +35,8 @@ __all__ = ["bound", "check", "solve"]
 )
 def solve(
     builder: RequestBuilder[SubmitOptions],
-    problem_file: ProblemFile,
-    output: Output = None,
+    problem_file: cli.ProblemFile,
+    output: cli.Output = None,
     no_offload: Annotated[
         bool, typer.Option("--no-offload", help="Only schedules that offload nothing.")
     ] = False,
@@ -75,7 +51,7 @@ def solve(
             help="Draw the schedule below 1F1B: .html (zooms), .svg, .png, .pdf.",
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: cli.AsJson = False,
 ) -> None:
     """Find a schedule, and how far from the optimum it can be.
 
@@ -95,32 +71,32 @@ def solve(
     """
     began_s = time.monotonic()
     options = builder.build()
-    problem = _replace_objective(read_problem(problem_file), options.objective)
+    problem = _replace_objective(cli.read_problem(problem_file), options.objective)
     flags = {"offload": no_offload, "recompute": no_recompute}
     barred = [name for name, is_barred in flags.items() if is_barred]
     searched = sweep(problem, {name: [False] for name in barred})[0].problem if barred else problem
     among = ""
     if searched.problem_hash != problem.problem_hash:
         among = f"among schedules without {' and '.join(barred)}"
-    check_schedule_name(output)
+    cli.check_schedule_name(output)
     check_drawable(picture)
     min_actions = 2 * len(problem.stages) * problem.num_microbatches
-    if picture is not None and min_actions > MAX_DRAWN:
+    if picture is not None and min_actions > cli.MAX_DRAWN:
         raise InputError(
             f"--plot: the schedule will have {min_actions:,} actions or more, and more than "
-            f"{MAX_DRAWN:,} are not drawn within a time limit; leave --plot out, and draw what -o "
-            "writes with optpipe plot"
+            f"{cli.MAX_DRAWN:,} are not drawn within a time limit; leave --plot out, and draw "
+            "what -o writes with optpipe plot"
         )
-    check_outputs(output, picture, inputs=[problem_file])
-    with needs_extra("solver"):
+    cli.check_outputs(output, picture, inputs=[problem_file])
+    with cli.needs_extra("solver"):
         import optpipe_solver
 
         if among:
-            stderr().print(f"{among}: the bounds below hold there", markup=False)
-        with searching(f"solving {among}".strip()) as search:
+            cli.stderr().print(f"{among}: the bounds below hold there", markup=False)
+        with cli.searching(f"solving {among}".strip()) as search:
             result = optpipe_solver.solve(
                 searched,
-                time_limit_s=remaining_s(options.time_limit_s, began_s),
+                time_limit_s=cli.remaining_s(options.time_limit_s, began_s),
                 work_limit=options.work_limit,
                 threads=options.threads,
                 seed=options.seed,
@@ -135,14 +111,14 @@ def solve(
         schedule = _widen(problem, found, among) if among else found
         # Before the picture: a closed pipe (| head) must not cost the schedule.
         if output is not None:
-            write_schedule(schedule, output)
+            cli.write_schedule(schedule, output)
         if picture is not None:
             _draw(picture, problem, schedule, is_kept=output is not None)
         if as_json:
-            print_json(replace(result, schedule=schedule, bound_ms=schedule.bound_ms).as_json())
+            cli.print_json(replace(result, schedule=schedule, bound_ms=schedule.bound_ms).as_json())
             return
-        console = result_console(output)
-        show_schedule(console, problem, schedule, baseline_programs(problem))
+        console = cli.result_console(output)
+        cli.show_schedule(console, problem, schedule, cli.baseline_programs(problem))
         if among:
             console.print(f"{among}: {_certificate(found)}", markup=False)
         if result.robust is not None:
@@ -162,15 +138,15 @@ def _nothing(result: Result, among: str, *, as_json: bool) -> Exception:
     """Print a result without a schedule; return the command's exit."""
     reason = f"{among}: {result.message}" if among else result.message
     if as_json:
-        print_json(replace(result, message=reason).as_json())
-    return nothing_found(result.status, reason)
+        cli.print_json(replace(result, message=reason).as_json())
+    return cli.nothing_found(result.status, reason)
 
 
 def _replace_objective(problem: Problem, objective: Objective | None) -> Problem:
     if objective in (None, problem.objective):
         return problem
     changed = problem.model_copy(update={"objective": objective})
-    stderr().print(
+    cli.stderr().print(
         f"--objective {objective}: the file has {problem.objective}, so this is another problem, "
         f"{changed.problem_hash}; to check its schedule, write that objective into the file",
         markup=False,
@@ -186,7 +162,7 @@ def _draw(picture: Path, problem: Problem, schedule: Schedule, *, is_kept: bool)
     except InputError as error:
         if is_kept:
             raise
-        hint = rescue_text(Path("schedule.json"), dump_schedule(schedule))
+        hint = cli.rescue_text(Path("schedule.json"), dump_schedule(schedule))
         raise InputError(f"{error}; the schedule is not lost, {hint}") from None
 
 
@@ -219,10 +195,12 @@ def _certificate(found: Schedule) -> str:
     if not found.bound_ms:
         return "nothing is proven"
     by = found.provenance.bound_method
-    return f"bound {format_ms(found.bound_ms)} ms, gap {gap_text(found.gap)}, by {by}"
+    return f"bound {format_ms(found.bound_ms)} ms, gap {cli.gap_text(found.gap)}, by {by}"
 
 
-def check(problem_file: ProblemFile, schedule_file: ScheduleFile, as_json: AsJson = False) -> None:
+def check(
+    problem_file: cli.ProblemFile, schedule_file: cli.ScheduleFile, as_json: cli.AsJson = False
+) -> None:
     """Check whether a schedule is legal; if not, print why and where.
 
     A legal schedule has every pass once and in order, no cyclic wait, and every memory peak within
@@ -233,32 +211,32 @@ def check(problem_file: ProblemFile, schedule_file: ScheduleFile, as_json: AsJso
       optpipe check problem.json schedule.json
       optpipe check problem.json schedule.csv
     """
-    problem = read_problem(problem_file)
+    problem = cli.read_problem(problem_file)
     try:
-        programs, schedule = read_programs(problem, schedule_file)
+        programs, schedule = cli.read_programs(problem, schedule_file)
     except IllegalScheduleError as error:
         if as_json:
             violations = [asdict(one) for one in error.violations]
-            print_json({"legal": False, "message": str(error), "violations": violations})
+            cli.print_json({"legal": False, "message": str(error), "violations": violations})
         raise
     if as_json:
         found = schedule or evaluate(problem, programs, Provenance(method="given"))
-        print_json({"legal": True, **found.model_dump(mode="json", exclude={"programs"})})
+        cli.print_json({"legal": True, **found.model_dump(mode="json", exclude={"programs"})})
         return
-    console = stdout()
+    console = cli.stdout()
     console.print("[bold green]legal[/]")
-    console.print(number_table(problem, programs, schedule, None))
+    console.print(cli.number_table(problem, programs, schedule, None))
 
 
-def bound(problem_file: ProblemFile, as_json: AsJson = False) -> None:
+def bound(problem_file: cli.ProblemFile, as_json: cli.AsJson = False) -> None:
     """Print a time that no schedule can beat, and its proof.
 
     \b
     Example:
       optpipe bound problem.json
     """
-    problem = read_problem(problem_file)
-    with needs_extra("solver"):
+    problem = cli.read_problem(problem_file)
+    with cli.needs_extra("solver"):
         from optpipe_solver.bounds import lower_bound
         from optpipe_solver.feasibility import feasibility
         from optpipe_solver.warm import warm_in_background
@@ -266,14 +244,18 @@ def bound(problem_file: ProblemFile, as_json: AsJson = False) -> None:
         found = feasibility(problem)
         if found.plan is None:
             if as_json:
-                print_json({"status": "infeasible", "message": found.message, "needs": found.needs})
+                cli.print_json(
+                    {"status": "infeasible", "message": found.message, "needs": found.needs}
+                )
             raise InfeasibleProblemError(found.message, found.needs)
         warm_in_background(problem)
         proven = lower_bound(problem)
     if as_json:
-        print_json({"objective": problem.objective, "bound_ms": proven.ms, "method": proven.method})
+        cli.print_json(
+            {"objective": problem.objective, "bound_ms": proven.ms, "method": proven.method}
+        )
         return
-    stdout().print(
+    cli.stdout().print(
         f"{problem.objective} >= {format_ms(proven.ms)} ms   proven by: {proven.method}",
         markup=False,
     )

@@ -10,25 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from optpipe.cli.console import (
-    INFEASIBLE,
-    INTERRUPTED,
-    NOTHING_FOUND,
-    ApiKey,
-    AsJson,
-    ProblemFile,
-    check_outputs,
-    gap_text,
-    interruptible,
-    needs_extra,
-    output_option,
-    read_problem,
-    report_written,
-    stderr,
-    stdout,
-    stopped_by_user,
-    write_file,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.errors import InputError
 from optpipe.formats.json import read_text
@@ -62,11 +44,12 @@ if TYPE_CHECKING:
 __all__ = ["parse_axes", "sweep", "sweep_here", "sweep_remote"]
 
 
+_DONE = ("succeeded", "infeasible")
 _FORMATS = {".csv": "csv", ".md": "markdown", ".json": "json"}
 
 TableFile = Annotated[
     Path | None,
-    output_option(
+    cli.output_option(
         "Write the table here: .csv, .md or .json. An existing .csv file is continued: its "
         "combinations are not solved again."
     ),
@@ -93,12 +76,12 @@ MaybeUrl = Annotated[
 )
 def sweep(
     builder: RequestBuilder[SweepRequest],
-    problem_file: ProblemFile,
+    problem_file: cli.ProblemFile,
     output: TableFile = None,
     frontier_file: FrontierFile = None,
     url: MaybeUrl = None,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
+    api_key: cli.ApiKey = None,
+    as_json: cli.AsJson = False,
 ) -> None:
     """Solve a problem along axes, and show what memory buys.
 
@@ -119,25 +102,26 @@ def sweep(
                 f"cannot write {path.name}: the suffix chooses the format; use one of "
                 f"{', '.join(suffixes)}"
             )
-    check_outputs(output, frontier_file, inputs=[problem_file])
+    cli.check_outputs(output, frontier_file, inputs=[problem_file])
     if frontier_file is not None:
         require_drawing(frontier_file.suffix)
-    problem = read_problem(problem_file)
+    problem = cli.read_problem(problem_file)
     request = builder.build(problem=problem)
     variations = vary(problem, request.axes)
     known = _read_known_rows(output, variations)
     options = request.options.model_dump(exclude={"cache"})
     is_stopped = False
     if url is not None:
-        rows = sweep_remote(url, api_key, problem, request.axes, options)
+        found = sweep_remote(url, api_key, problem, request.axes, options)
+        rows = [_take_known(row, known.get(row["problem_hash"])) for row in found]
     else:
-        with needs_extra("solver"):
+        with cli.needs_extra("solver"):
             rows, is_stopped = sweep_here(
                 variations, known, options, lambda rows: _write(rows, output)
             )
     _write(rows, output)
     if as_json:
-        stdout().out(dump_sweep(rows, "json"), highlight=False, end="")
+        cli.stdout().out(dump_sweep(rows, "json"), highlight=False, end="")
     else:
         _show(rows)
     if frontier_file is not None:
@@ -156,12 +140,12 @@ def sweep(
                 )
             )
         save_frontier(frontier(points), frontier_file, problem.name)
-        report_written(frontier_file)
+        cli.report_written(frontier_file)
     if is_stopped:
-        raise stopped_by_user("combinations")
+        raise cli.stopped_by_user("combinations")
     if all(row["objective_ms"] is None for row in rows):
         is_infeasible = all(row["state"] == "infeasible" for row in rows)
-        raise typer.Exit(INFEASIBLE if is_infeasible else NOTHING_FOUND)
+        raise typer.Exit(cli.INFEASIBLE if is_infeasible else cli.NOTHING_FOUND)
 
 
 def parse_axes(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -193,14 +177,14 @@ def _parse_json(text: str) -> Any:
         return text
 
 
-def _read_known_rows(output: Path | None, variations: Sequence[Variation]) -> list[SweepRow]:
-    """Return the rows that an earlier run has left in the file.
+def _read_known_rows(output: Path | None, variations: Sequence[Variation]) -> dict[str, SweepRow]:
+    """Return the rows that an earlier run has left in the file, by the hash of their problem.
 
     Raises `InputError` if the file is no table of a sweep, or has rows of other problems, which
     would be lost.
     """
     if output is None or output.suffix != ".csv" or not output.exists():
-        return []
+        return {}
     try:
         rows = load_sweep_csv(read_text(output))
     except InputError as error:
@@ -212,16 +196,36 @@ def _read_known_rows(output: Path | None, variations: Sequence[Variation]) -> li
             f"{output} has rows that are not of this sweep, the first is {others[0]!r}; give "
             "another file"
         )
-    return rows
+    return {row["problem_hash"]: row for row in rows}
+
+
+def _take_known(row: SweepRow, known: SweepRow | None) -> SweepRow:
+    """Return a row with the shorter schedule and the higher bound of it and of an earlier run."""
+    if known is None:
+        return row
+    both = (row, known)
+    found = [one for one in both if one["objective_ms"] is not None]
+    best = min(found, key=lambda one: one["objective_ms"] or 0.0, default=row)
+    bound_ms = max((one["bound_ms"] for one in both if one["bound_ms"] is not None), default=None)
+    ended = [one["state"] for one in both if one["state"] in _DONE]
+    best_ms = best["objective_ms"]
+    return {
+        **best,
+        "index": row["index"],
+        "values": row["values"],
+        "state": ended[0] if ended else best["state"],
+        "bound_ms": bound_ms,
+        "gap": None if best_ms is None else gap_of(best_ms, bound_ms),
+    }
 
 
 def _write(rows: Sequence[SweepRow], output: Path | None) -> None:
     if output is not None:
-        write_file(output, dump_sweep(rows, _FORMATS[output.suffix]))
+        cli.write_file(output, dump_sweep(rows, _FORMATS[output.suffix]))
 
 
 def _show(rows: Sequence[SweepRow]) -> None:
-    console = stdout()
+    console = cli.stdout()
     table = Table(box=None, pad_edge=False)
     columns = [column for column in sweep_columns(rows) if column.name != "message"]
     for column in columns:
@@ -240,12 +244,10 @@ def _show(rows: Sequence[SweepRow]) -> None:
 
 # --- A sweep on this machine, one combination after the other.
 
-_DONE = ("succeeded", "infeasible")
-
 
 def sweep_here(
     variations: Sequence[Variation],
-    known: Sequence[SweepRow],
+    known: Mapping[str, SweepRow],
     options: Mapping[str, Any],
     keep: Callable[[list[SweepRow]], None],
 ) -> tuple[list[SweepRow], bool]:
@@ -254,48 +256,60 @@ def sweep_here(
     Tighter problems are solved first. Each solve starts from the best schedule of its tighter
     problems, and no row is worse than one of theirs.
 
-    * ``known``: rows of an earlier run, which are reused for the same problems.
+    * ``known``: problem hash -> row of an earlier run; no row becomes worse than that one.
     * ``keep``: called after each variation with all rows so far, in the order of the variations.
     """
     import optpipe_solver
 
-    rows: dict[int, SweepRow] = {}
     schedules: dict[int, Schedule] = {}
     tighter = tighter_ones([variation.problem for variation in variations])
-    done = {row["problem_hash"]: row for row in known if row["state"] in _DONE}
+    rows: dict[int, SweepRow] = {
+        index: {**row, "index": index, "values": variation.values}
+        for index, variation in enumerate(variations)
+        if (row := known.get(variation.problem.problem_hash)) is not None
+    }
     order = sorted(range(len(variations)), key=lambda index: len(tighter[index]))
-    with interruptible() as stop:
+    with cli.interruptible() as stop:
         for number, index in enumerate(order, start=1):
-            variation = variations[index]
-            known_row = done.get(variation.problem.problem_hash)
-            if known_row is not None:
-                row = known_row
-            else:
+            problem, earlier = variations[index].problem, rows.get(index)
+            is_known = earlier is not None and earlier["state"] in _DONE
+            if not is_known:
                 starts = [schedules[other] for other in tighter[index] if other in schedules]
                 best = min(starts, key=lambda start: start.objective_ms, default=None)
                 began_s = time.monotonic()
-                with stderr().status(f"solving {variation.problem.name}"):
+                with cli.stderr().status(f"solving {problem.name}"):
                     result = optpipe_solver.solve(
-                        variation.problem,
+                        problem,
                         start=None if best is None else best.programs,
                         start_method="tighter problem",
                         should_stop=stop.is_set,
                         **options,
                     )
                 seconds = time.monotonic() - began_s
-                row = _make_row(variation.problem, result, seconds, was_stopped=stop.is_set())
+                row = _make_row(problem, result, seconds, was_stopped=stop.is_set())
+                row |= {"index": index, "values": variations[index].values}
+                rows[index] = _take_known(row, earlier)
                 if result.schedule is not None:
                     schedules[index] = result.schedule
-            rows[index] = {**row, "index": index, "values": variation.values}
-            if options.get("robust") is None:
-                row = rows[index] = _take_better(rows, index, tighter[index])
+            # The solver starts from a tighter problem's schedule, but a continued table has none.
+            row = rows[index]
+            sources = [index, *(other for other in tighter[index] if other in rows)]
+            lengths = [rows[source]["objective_ms"] for source in sources]
+            source = rows[sources[best_sources(lengths, [range(1, len(sources))])[0]]]
+            if source is not row and (best_ms := source["objective_ms"]) is not None:
+                row = rows[index] = {
+                    **row,
+                    "objective_ms": best_ms,
+                    "gap": gap_of(best_ms, row["bound_ms"]),
+                    "message": carried_message(source["name"], row["message"]),
+                }
             outcome = row["state"]
             if row["objective_ms"] is not None:
-                outcome = f"{format_ms(row['objective_ms'])} ms, gap {gap_text(row['gap'])}"
+                outcome = f"{format_ms(row['objective_ms'])} ms, gap {cli.gap_text(row['gap'])}"
             # Options may have changed since then: the user must see that they were not used.
-            source = "" if known_row is None else ", from the file, not solved again"
-            stderr().print(
-                f"[{number}/{len(variations)}] {row['name']}: {outcome}{source}",
+            origin = ", from the file, not solved again" if is_known else ""
+            cli.stderr().print(
+                f"[{number}/{len(variations)}] {row['name']}: {outcome}{origin}",
                 markup=False,
                 soft_wrap=True,
             )
@@ -303,25 +317,6 @@ def sweep_here(
             if stop.is_set():
                 break
     return [rows[at] for at in sorted(rows)], stop.is_set()
-
-
-def _take_better(rows: Mapping[int, SweepRow], index: int, tighter: Sequence[int]) -> SweepRow:
-    """Return a row with the shortest schedule of its tighter problems, if that is shorter.
-
-    The solver starts from that schedule, but a continued table has no schedules.
-    """
-    known = [index, *(other for other in tighter if other in rows)]
-    found = [rows[at]["objective_ms"] for at in known]
-    row, source = rows[index], known[best_sources(found, [range(1, len(known))])[0]]
-    if source == index:
-        return row
-    best_ms = rows[source]["objective_ms"]
-    return {
-        **row,
-        "objective_ms": best_ms,
-        "gap": None if best_ms is None else gap_of(best_ms, row["bound_ms"]),
-        "message": carried_message(rows[source]["name"], row["message"]),
-    }
 
 
 def _make_row(problem: Problem, result: Result, seconds: float, *, was_stopped: bool) -> SweepRow:
@@ -361,20 +356,18 @@ def sweep_remote(
 
     Raises `typer.Exit` on Ctrl-C; the batch continues.
     """
-    from optpipe.client import Client
-
-    with Client(url, api_key=api_key) as client:
+    with cli.connect(url, api_key) as client:
         batch = client.sweep(problem, axes, **options)
-        stderr().print(f"batch {batch.id}", markup=False)
+        cli.stderr().print(f"batch {batch.id}", markup=False)
         try:
             last_shown = -1
             for news in batch.follow():
                 ended = round(news.progress * news.num_items)
                 if ended != last_shown:
-                    stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
+                    cli.stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
                 last_shown = ended
         except KeyboardInterrupt:
             place = f"{url}/v1/batches/{batch.id}"
-            stderr().print(f"batch {batch.id} continues at {place}", markup=False)
-            raise typer.Exit(INTERRUPTED) from None
+            cli.stderr().print(f"batch {batch.id} continues at {place}", markup=False)
+            raise typer.Exit(cli.INTERRUPTED) from None
         return batch.table()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from optpipe.cli.console import name_file, needs_extra, read_input, stderr
 from optpipe.errors import InputError
@@ -13,10 +13,7 @@ from optpipe.planning import TracedModel
 from optpipe.planning.shape import Lora
 from optpipe.requests import ModelOnGpus
 
-if TYPE_CHECKING:
-    from optpipe.planning import ModelShape
-
-__all__ = ["costs_line", "read_trace", "trace_model"]
+__all__ = ["read_trace", "trace_model"]
 
 R = TypeVar("R", bound=ModelOnGpus)
 
@@ -56,9 +53,3 @@ def trace_model(request: R) -> R:
     seconds = time.monotonic() - began_s
     stderr().print(f"traced {trace.model_type} in {seconds:.1f} s", style="dim", markup=False)
     return request.with_trace(trace)
-
-
-def costs_line(shape: ModelShape) -> str:
-    """Return where the costs of a model come from."""
-    kind = "a formula" if shape.trace is None else "a trace"
-    return f"costs from {kind} ({shape.source})"

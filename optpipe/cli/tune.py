@@ -8,22 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from optpipe.cli.console import (
-    AsJson,
-    Output,
-    check_outputs,
-    check_schedule_name,
-    needs_extra,
-    nothing_found,
-    print_json,
-    read_input,
-    result_console,
-    searching,
-    stderr,
-    text_table,
-    write_output,
-    write_schedule,
-)
+from optpipe.cli import console as cli
 from optpipe.cli.estimate import read_config
 from optpipe.cli.options import RequestBuilder, takes
 from optpipe.cli.tracing import read_trace, trace_model
@@ -86,7 +71,7 @@ def _read_current(text: str) -> dict[str, Any]:
     if "=" not in text or path.is_file():
         is_torchtitan = path.suffix in {".py", ".toml"}
         form = {"current_format": "torchtitan"} if is_torchtitan else {}
-        return {"current_file": read_input(path), **form}
+        return {"current_file": cli.read_input(path), **form}
     lists: dict[str, list[str]] = {}
     degrees = []
     for part in map(str.strip, text.split(",")):
@@ -147,7 +132,7 @@ def _parse_degrees(option: str, parts: list[str], names: Collection[str]) -> dic
 )
 def tune(
     builder: RequestBuilder[TuneRequest],
-    output: Output = None,
+    output: cli.Output = None,
     problem_out: Annotated[
         Path | None,
         typer.Option(
@@ -171,7 +156,7 @@ def tune(
             "Megatron-LM.",
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: cli.AsJson = False,
 ) -> None:
     """Find the fastest configuration of a training run.
 
@@ -190,24 +175,24 @@ def tune(
           --problem-out problem.json
       optpipe tune --config config.json --from trace --gpu h100 --gpus 64 --framework huggingface
     """
-    check_schedule_name(output)
-    check_outputs(output, problem_out, paste, paste_benchmark, inputs=builder.files)
+    cli.check_schedule_name(output)
+    cli.check_outputs(output, problem_out, paste, paste_benchmark, inputs=builder.files)
     request = trace_model(builder.build())
     options, framework = request.options, request.framework
-    with needs_extra("solver"):
+    with cli.needs_extra("solver"):
         from optpipe_solver.tune import read_question, tune_counts
         from optpipe_solver.tune import tune as search
 
         _check_pastable(request.complete().shape, request, paste, paste_benchmark)
         read = read_question(request)
-        with searching("tuning") as controls:
+        with cli.searching("tuning") as controls:
             limits: dict[str, Any] = {
                 "time_limit_s": options.time_limit_s or 0.0,
                 "work_limit": options.work_limit,
                 "gap": options.gap,
                 "threads": options.threads,
                 "seed": options.seed,
-                "on_progress": lambda text: stderr().print(text, markup=False),
+                "on_progress": lambda text: cli.stderr().print(text, markup=False),
                 "should_stop": controls["should_stop"],
             }
             if read.gpu_counts:
@@ -217,21 +202,21 @@ def tune(
                 result = search(read.question, current=read.current, **limits)
     best = result.best
     if as_json:
-        print_json(result.as_json())
+        cli.print_json(result.as_json())
     if best is None:
         raise _why_nothing(result)
     if not as_json:
-        _show(result_console(output), result, read.current, paste)
+        _show(cli.result_console(output), result, read.current, paste)
     if problem_out is not None:
-        write_output(problem_out, dump_problem(best.problem), "problem")
+        cli.write_output(problem_out, dump_problem(best.problem), "problem")
     if output is not None:
         schedule = evaluate(best.problem, best.programs, Provenance(method=best.method))
-        write_schedule(schedule, output, "schedule")
+        cli.write_schedule(schedule, output, "schedule")
     if paste is not None:
-        write_output(paste, _paste(best, framework, paste), "configuration")
+        cli.write_output(paste, _paste(best, framework, paste), "configuration")
     if paste_benchmark is not None:
         script = _benchmark_script(result, request)
-        write_output(paste_benchmark, script, "benchmark script")
+        cli.write_output(paste_benchmark, script, "benchmark script")
 
 
 def _why_nothing(result: TuneResult) -> Exception:
@@ -239,12 +224,12 @@ def _why_nothing(result: TuneResult) -> Exception:
     from optpipe_solver.tune import shortage
 
     if result.scaling:
-        return nothing_found("infeasible", result.verdict)
+        return cli.nothing_found("infeasible", result.verdict)
     if result.counts.do_not_fit == result.counts.total:
         reason = f"nothing fits: {result.certificate}; {shortage(result.question)}"
-        return nothing_found("infeasible", reason)
+        return cli.nothing_found("infeasible", reason)
     reason = f"no schedule was found that fits: {result.certificate}"
-    return nothing_found("unknown", reason)
+    return cli.nothing_found("unknown", reason)
 
 
 # --- The report.
@@ -302,7 +287,7 @@ def _rows(result: TuneResult) -> Table:
     price = result.question.price_per_gpu_hour
     costs = [] if price is None else ["cost/M tokens"]
     numbers = ("step ms", "gain", "tokens/s/GPU", *costs, "TFLOP/s/GPU", "bf16 MFU", "GiB")
-    table = text_table(*numbers, texts=("configuration",))
+    table = cli.text_table(*numbers, texts=("configuration",))
     table.add_column("schedule")
     shown = list(result.rows[:_SHOWN_ROWS])
     if result.current is not None:
@@ -328,7 +313,7 @@ def _scaling(result: TuneResult) -> Table:
     has_price = result.question.price_per_gpu_hour is not None
     costs = ["cost/M tokens"] if has_price else []
     numbers = ("GPUs", "step ms", "gap", "tokens/s/GPU", "M tokens/GPU-hour", *costs)
-    table = text_table(*numbers, texts=())
+    table = cli.text_table(*numbers, texts=())
     table.title = "numbers of GPUs (estimated, the fastest configuration found on each)"
     table.title_justify = "left"
     table.add_column("configuration")
@@ -348,7 +333,7 @@ def _scaling(result: TuneResult) -> Table:
 
 def _pareto(result: TuneResult) -> Table:
     """Return a table of the fastest configurations for less memory."""
-    table = text_table("GiB", "step ms", texts=())
+    table = cli.text_table("GiB", "step ms", texts=())
     table.title = "less memory costs time"
     table.title_justify = "left"
     table.add_column("configuration")
@@ -446,5 +431,5 @@ def _paste(best: TuneRow, framework: str, path: Path) -> str:
         return paste(best, "yaml" if path.suffix in _YAML else "arguments")
     csv = path.with_suffix(".csv")
     if needs_csv(best):
-        write_output(csv, paste(best, "csv"), "schedule")
+        cli.write_output(csv, paste(best, "csv"), "schedule")
     return paste(best, "python", csv=str(csv.absolute()))

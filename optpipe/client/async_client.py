@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import deque
 from contextlib import aclosing, suppress
 from http import HTTPStatus
 from time import monotonic
@@ -18,6 +17,7 @@ from httpx_sse import EventSource
 
 from optpipe.client import endpoints
 from optpipe.client.endpoints import AnswerT, Endpoint, Repeat, check_id
+from optpipe.client.switching import RunState
 from optpipe.client.transport import (
     PING_INTERVAL_S,
     Address,
@@ -27,20 +27,18 @@ from optpipe.client.transport import (
     NotFoundError,
     drop_none,
     if_none_match,
+    make_body,
     make_error,
-    model_body,
     read_newer_schedule,
     to_document,
-    tune_body,
 )
 from optpipe.errors import InfeasibleProblemError, InputError, ServiceError
 from optpipe.evaluate import evaluate
-from optpipe.measurements import Measurements, measured_problem
+from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.problem import Problem
-from optpipe.requests import DEFAULT_THRESHOLD, JobKind, SolveOptions
+from optpipe.requests import CompareOptions, JobKind, SolveOptions, SubmitOptions, TuneOptions
 from optpipe.schedule import Provenance
-from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -60,12 +58,15 @@ if TYPE_CHECKING:
     )
     from optpipe.client.arguments import (
         EstimateArguments,
+        FollowArguments,
         SearchArguments,
         SolveArguments,
         SubmitArguments,
+        SweepArguments,
         TuneArguments,
     )
     from optpipe.formats.tables import SweepRow
+    from optpipe.requests import Request
     from optpipe.schedule import Schedule
 
 __all__ = ["AsyncBatch", "AsyncClient", "AsyncTrainingRun"]
@@ -76,10 +77,6 @@ _MAX_JOB_POLL_S = 2.0
 _MAX_BATCH_POLL_S = 5.0
 _MAX_WAIT_S = 30.0
 """The longest wait of one request for the first schedule of a training run."""
-_SWITCH_EVERY_S = 5.0
-"""Minimum time between two switches of a training run while a job searches."""
-_NUM_REPORTS = 5
-"""Measured times are medians over so many reports, so that one slow step changes none of them."""
 
 
 class _AsyncConnection:
@@ -92,6 +89,19 @@ class _AsyncConnection:
     async def call(self, endpoint: Endpoint[AnswerT], *ids: Job | str, **request: Any) -> AnswerT:
         """Return what the endpoint answers; arguments and errors of `send` and `Endpoint.read`."""
         return endpoint.read(await self.send(endpoint, *ids, **request))
+
+    async def submit(
+        self,
+        endpoint: Endpoint[AnswerT],
+        options: type[Request],
+        *,
+        wait_s: float = 0.0,
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> AnswerT:
+        """Return what the endpoint answers to a body of ``fields``, some of which are options."""
+        body = make_body(fields, options)
+        return await self.call(endpoint, json=body, wait_s=wait_s, idempotency_key=idempotency_key)
 
     async def send(
         self,
@@ -136,19 +146,15 @@ class _AsyncConnection:
             attempt += 1
 
 
-class _AsyncHandle:
-    """A resource of the service and its ``id``."""
+class AsyncBatch:
+    """A batch of problems and its ``id``; `sweep` and `what_if` submit one."""
 
-    def __init__(self, connection: _AsyncConnection, resource_id: str) -> None:
+    def __init__(self, connection: _AsyncConnection, batch_id: str) -> None:
         self._connection = connection
-        self.id = resource_id
+        self.id = batch_id
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
-
-
-class AsyncBatch(_AsyncHandle):
-    """A batch of problems and its ``id``; `sweep` and `what_if` submit one."""
 
     async def look(self) -> BatchView:
         """Return the current state: progress, number of items in each state, the items."""
@@ -168,8 +174,7 @@ class AsyncBatch(_AsyncHandle):
 
     async def table(self) -> list[SweepRow]:
         """Return one row for each item: its values on the axes, and its result."""
-        params = {"format": "json"}
-        return (await self._connection.call(endpoints.BATCH_TABLE, self.id, params=params)).rows
+        return (await self._connection.call(endpoints.BATCH_TABLE, self.id)).rows
 
     async def table_text(self, form: Literal["json", "csv", "markdown"]) -> str:
         """Return the table as JSON, CSV or Markdown."""
@@ -194,47 +199,18 @@ class AsyncBatch(_AsyncHandle):
         await self._connection.call(endpoints.DELETE_BATCH, self.id)
 
 
-class AsyncTrainingRun:
+class AsyncTrainingRun(RunState):
     """A training run that switches to better schedules; `training_run` makes one.
 
-    `optpipe.runtime.follow` calls `next_schedule` and `report`. Only one thread or task may use it
-    at a time.
-
-    Attributes
-    ----------
-    job_id
-        The job whose problem and schedule a stopped run continues with. Store it in checkpoints.
-    comparison_id
-        The newest job of kind `follow`; None before the first report. An older one that found no
-        drift is deleted, so that a long run does not fill the service.
-    problem
-        Problem of the running schedule; None before the first schedule.
-    tags
-        Tags of the jobs that this run submits, which are those of its first job. A tag of the run
-        finds its history: `AsyncClient.jobs`.
+    `optpipe.client.switching.RunState` describes its attributes. `optpipe.runtime.follow` calls
+    `next_schedule` and `report`. Only one thread or task may use it at a time.
     """
 
     def __init__(
         self, client: AsyncClient, job_id: str, threshold: float | None, options: SolveArguments
     ) -> None:
+        super().__init__(job_id, threshold, options)
         self._client = client
-        self.job_id = job_id
-        self.comparison_id: str | None = None
-        self.tags: tuple[str, ...] = ()
-        self._threshold = DEFAULT_THRESHOLD if threshold is None else threshold
-        self._options: dict[str, Any] = drop_none(**options)
-        self.problem: Problem | None = None
-        self._running: Schedule | None = None
-        # The job that may still find a better schedule, and its best so far that was not returned.
-        self._search: str | None = None
-        self._without_drift: str | None = None
-        self._number = 0
-        self._candidate: Schedule | None = None
-        self._next_switch_s = 0.0
-        self._reports: deque[Measurements] = deque(maxlen=_NUM_REPORTS)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.job_id!r})"
 
     async def schedule(self, wait_s: float = 0.0) -> Schedule:
         """Return the running schedule; the first call waits up to ``wait_s`` seconds for it.
@@ -292,27 +268,7 @@ class AsyncTrainingRun:
             raise
         if is_over:
             self._search = None
-        found, running = self._candidate, self._running
-        if found is None or not (is_over or monotonic() >= self._next_switch_s):
-            return None
-        self._candidate = None
-        if found.programs == running.programs:
-            self._running = found
-            return None
-        limit_ms = self._length_ms(running) * (1 - self._threshold)
-        if self._length_ms(found) >= limit_ms:
-            return None
-        self._running, self._next_switch_s = found, monotonic() + _SWITCH_EVERY_S
-        return found
-
-    def _length_ms(self, schedule: Schedule) -> float:
-        """Return the length of a schedule under the newest measured times, if there are any."""
-        problem = self.problem
-        if problem is None:
-            return schedule.objective_ms
-        if self._reports:
-            problem = measured_problem(problem, Measurements.medians_of(self._reports))
-        return simulate(problem, schedule.programs).objective_ms(problem.objective)
+        return self._take_candidate(self._running, is_over=is_over)
 
     async def _look(self, job_id: str, wait_s: float) -> bool:
         """Read the newest schedule of a job that searches; return whether the job has ended."""
@@ -434,22 +390,16 @@ class AsyncClient:
     async def submit(
         self,
         problem: Problem | Model,
-        *,
-        tags: Sequence[str] | None = None,
-        priority: int | None = None,
-        wait_s: float = 0.0,
-        idempotency_key: str | None = None,
-        **options: Unpack[SubmitArguments],
+        **arguments: Unpack[SubmitArguments],
     ) -> Job:
         """Submit a problem to schedule, or a model to cut, place and schedule; return its job.
 
         Raises `ProblemError` or `ModelError` if the service refuses the problem or model.
         """
         name = "model" if isinstance(problem, Model) else "problem"
-        body = {name: to_document(problem), "options": drop_none(**options)}
-        body |= drop_none(tags=tags, priority=priority)
-        return await self._connection.call(
-            endpoints.SUBMIT_JOB, json=body, wait_s=wait_s, idempotency_key=idempotency_key
+        document = {name: to_document(problem)}
+        return await self._connection.submit(
+            endpoints.SUBMIT_JOB, SubmitOptions, **document, **arguments
         )
 
     async def job(self, job: Job | str) -> Job:
@@ -564,8 +514,7 @@ class AsyncClient:
         Raises `InfeasibleProblemError` if it is proven that there is none, and `NoScheduleError` if
         there is none (yet).
         """
-        params = {"format": "json"}
-        return await self._connection.call(endpoints.JOB_SCHEDULE, job, params=params)
+        return await self._connection.call(endpoints.JOB_SCHEDULE, job)
 
     async def schedule_if_newer(
         self, job: Job | str, number: int = 0, wait_s: float = 0.0
@@ -574,9 +523,9 @@ class AsyncClient:
 
         The wait ends at the latest with the job. Raises as `schedule`.
         """
-        params, headers = {"format": "json"}, if_none_match(check_id(job), number)
+        headers = if_none_match(check_id(job), number)
         answer = await self._connection.send(
-            endpoints.JOB_SCHEDULE, job, params=params, headers=headers, wait_s=wait_s
+            endpoints.JOB_SCHEDULE, job, headers=headers, wait_s=wait_s
         )
         return read_newer_schedule(answer)
 
@@ -620,10 +569,8 @@ class AsyncClient:
         self,
         problem: Problem,
         *,
-        time_limit_s: float = 20.0,
-        threads: int | None = None,
-        seed: int | None = None,
         workload: Mapping[str, float] | None = None,
+        **options: Unpack[SearchArguments],
     ) -> list[MethodRow]:
         """Run every method on the service, wait for the job, and return a row each, best first.
 
@@ -632,11 +579,14 @@ class AsyncClient:
         ``peak_flops_per_s``, for MFU. Raises `SolveFailedError` if the solver failed, and
         `NoScheduleError` if the job was cancelled.
         """
-        options = drop_none(
-            time_limit_s=time_limit_s, threads=threads, seed=seed, workload=workload
+        document = to_document(problem)
+        job = await self._connection.submit(
+            endpoints.SUBMIT_COMPARISON,
+            CompareOptions,
+            problem=document,
+            workload=workload,
+            **options,
         )
-        body = {"problem": to_document(problem), "options": options}
-        job = await self._connection.call(endpoints.SUBMIT_COMPARISON, json=body)
         return await self.comparison(await self._wait_for_end(job))
 
     async def comparison(self, job: Job | str) -> list[MethodRow]:
@@ -652,26 +602,15 @@ class AsyncClient:
         ``arguments`` are those of `optpipe.client.arguments.EstimateArguments`. Raises
         `RequestRefusedError` if the service cannot estimate it.
         """
-        return await self._connection.call(endpoints.ESTIMATE, json=model_body(arguments))
+        return await self._connection.call(endpoints.ESTIMATE, json=make_body(arguments))
 
-    async def submit_tune(
-        self,
-        *,
-        tags: Sequence[str] | None = None,
-        priority: int | None = None,
-        wait_s: float = 0.0,
-        idempotency_key: str | None = None,
-        **arguments: Unpack[TuneArguments],
-    ) -> Job:
+    async def submit_tune(self, **arguments: Unpack[TuneArguments]) -> Job:
         """Submit a search for the fastest training configuration of a model; return its job.
 
         ``arguments`` are those of `optpipe.client.arguments.TuneArguments`. Raises
         `RequestRefusedError` if the service does not support them.
         """
-        body = tune_body(arguments) | drop_none(tags=tags, priority=priority)
-        return await self._connection.call(
-            endpoints.SUBMIT_TUNE, json=body, wait_s=wait_s, idempotency_key=idempotency_key
-        )
+        return await self._connection.submit(endpoints.SUBMIT_TUNE, TuneOptions, **arguments)
 
     async def tune(self, **arguments: Unpack[TuneArguments]) -> Tuned:
         """Return the fastest configuration for a model, GPUs and a batch, with its certificate.
@@ -722,12 +661,7 @@ class AsyncClient:
         self,
         problem: Problem | Sequence[Problem],
         axes: Mapping[str, Sequence[Any]] | None = None,
-        *,
-        name: str | None = None,
-        tags: Sequence[str] | None = None,
-        priority: int | None = None,
-        idempotency_key: str | None = None,
-        **options: Unpack[SolveArguments],
+        **arguments: Unpack[SweepArguments],
     ) -> AsyncBatch:
         """Solve every variation of a problem, or a list of problems, as one batch.
 
@@ -738,14 +672,15 @@ class AsyncClient:
         """
         if isinstance(problem, Problem):
             varied = {axis: list(values) for axis, values in (axes or {}).items()}
-            body: dict[str, Any] = {"problem": to_document(problem), "axes": varied}
+            source: dict[str, Any] = {"problem": to_document(problem), "axes": varied}
         elif axes:
             raise InputError("axes vary one problem, not a list of them; give one of both")
         else:
-            body = {"problems": [to_document(one) for one in problem]}
-        body["options"] = drop_none(**options)
-        body |= drop_none(name=name, tags=tags, priority=priority)
-        return await self._submit_batch(body, idempotency_key)
+            source = {"problems": [to_document(one) for one in problem]}
+        view = await self._connection.submit(
+            endpoints.SUBMIT_BATCH, SolveOptions, **source, **arguments
+        )
+        return AsyncBatch(self._connection, view.id)
 
     async def what_if(
         self,
@@ -763,14 +698,13 @@ class AsyncClient:
         that the job has no schedule. Raises `ConflictError` if the job has none, or if the
         optimiser did not solve it.
         """
-        body = {"what_if": check_id(job), **drop_none(priority=priority)}
-        if chosen := drop_none(**options):
-            body["options"] = chosen
-        return await self._submit_batch(body, idempotency_key)
-
-    async def _submit_batch(self, body: dict[str, Any], idempotency_key: str | None) -> AsyncBatch:
-        view = await self._connection.call(
-            endpoints.SUBMIT_BATCH, json=body, idempotency_key=idempotency_key
+        view = await self._connection.submit(
+            endpoints.SUBMIT_BATCH,
+            SolveOptions,
+            what_if=check_id(job),
+            priority=priority,
+            idempotency_key=idempotency_key,
+            **options,
         )
         return AsyncBatch(self._connection, view.id)
 
@@ -798,15 +732,7 @@ class AsyncClient:
         problem: Problem,
         schedule: Schedule,
         measurements: Measurements,
-        *,
-        threshold: float | None = None,
-        step: int | None = None,
-        step_ms: float | None = None,
-        tags: Sequence[str] | None = None,
-        priority: int | None = None,
-        wait_s: float = 0.0,
-        idempotency_key: str | None = None,
-        **options: Unpack[SolveArguments],
+        **arguments: Unpack[FollowArguments],
     ) -> Job:
         """Submit a running schedule and measured times; the service solves again after drift.
 
@@ -817,17 +743,13 @@ class AsyncClient:
         running = schedule.model_copy(
             update={"provenance": Provenance(method=schedule.provenance.method)}
         )
-        body = {
-            "problem": to_document(problem),
-            "schedule": running.model_dump(mode="json", by_alias=True),
-            "measurements": measurements.model_dump(mode="json", exclude_defaults=True),
-            "options": drop_none(**options),
-        }
-        body |= drop_none(
-            threshold=threshold, step=step, step_ms=step_ms, tags=tags, priority=priority
-        )
-        return await self._connection.call(
-            endpoints.SUBMIT_FOLLOW, json=body, wait_s=wait_s, idempotency_key=idempotency_key
+        return await self._connection.submit(
+            endpoints.SUBMIT_FOLLOW,
+            SolveOptions,
+            problem=to_document(problem),
+            schedule=running.model_dump(mode="json", by_alias=True),
+            measurements=measurements.model_dump(mode="json", exclude_defaults=True),
+            **arguments,
         )
 
     async def drift(self, job: Job | str) -> Drift:

@@ -37,13 +37,13 @@ from optpipe.errors import (
 from optpipe.formats.json import load_schedule
 from optpipe.model import Model
 from optpipe.problem import Problem
-from optpipe.requests import TuneOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from httpx_sse import ServerSentEvent
 
+    from optpipe.requests import Request
     from optpipe.schedule import Schedule
 
 __all__ = [
@@ -63,13 +63,11 @@ __all__ = [
     "SolveFailedError",
     "drop_none",
     "if_none_match",
+    "make_body",
     "make_error",
-    "model_body",
     "read_error",
     "read_newer_schedule",
-    "read_numbered_schedule",
     "to_document",
-    "tune_body",
 ]
 
 
@@ -309,20 +307,16 @@ def drop_none(**values: Any) -> dict[str, Any]:
     }
 
 
-def model_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a request about a model; it may have a config.json."""
-    body = drop_none(**arguments)
+def make_body(fields: Mapping[str, Any], options: type[Request] | None = None) -> dict[str, Any]:
+    """Return the body of a request: the fields that are not None, options of a search together."""
+    body = drop_none(**fields)
     if "config" in body:
         # Python writes Infinity into a config.json and reads it, but JSON does not have it.
         body["config"] = json.loads(json.dumps(body["config"]), parse_constant=str)
+    names = options.model_fields if options is not None else {}
+    if chosen := {name: body.pop(name) for name in names if name in body}:
+        body["options"] = chosen
     return body
-
-
-def tune_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a request for a tune."""
-    body = model_body(arguments)
-    options = {name: body.pop(name) for name in TuneOptions.model_fields if name in body}
-    return body | {"options": options}
 
 
 def if_none_match(resource_id: str, number: int) -> dict[str, str]:
@@ -334,16 +328,12 @@ def if_none_match(resource_id: str, number: int) -> dict[str, str]:
 
 
 def read_newer_schedule(answer: httpx.Response) -> tuple[int, Schedule] | None:
-    """Return the number and the schedule of an answer; None if the answer is 304."""
-    is_unchanged = answer.status_code == HTTPStatus.NOT_MODIFIED
-    return None if is_unchanged else read_numbered_schedule(answer)
-
-
-def read_numbered_schedule(answer: httpx.Response) -> tuple[int, Schedule]:
-    """Return the number and the schedule of an answer.
+    """Return the number and the schedule of an answer; None if the answer is 304.
 
     Raises `ServiceError` if the ETag has no number.
     """
+    if answer.status_code == HTTPStatus.NOT_MODIFIED:
+        return None
     etag = _ETAG.fullmatch(answer.headers.get("ETag", ""))
     if etag is None:
         raise ServiceError(

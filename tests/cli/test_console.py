@@ -11,6 +11,7 @@ import sys
 import unicodedata
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -36,8 +37,8 @@ from optpipe.cli.console import (
     stdout,
     write_file,
 )
-from optpipe.cli.service import _print_improvements
-from optpipe.client import Improvement, Job, JobOptions
+from optpipe.cli.service import _follow_job
+from optpipe.client import Client, Improvement, Job, JobOptions
 from optpipe.errors import IllegalScheduleError, InputError, ScheduleMismatchError
 from tests.building import offloadable, problem, programs, stage
 from tests.cli.conftest import PLAIN, write
@@ -157,7 +158,7 @@ def test_a_result_with_too_many_actions_ends_with_its_numbers(offloading, monkey
 # What `submit --follow` prints of a job's progress.
 
 
-def test_a_better_bound_leaves_the_schedule_standing() -> None:
+def test_a_better_bound_leaves_the_schedule_standing(capsys) -> None:
     """The service tells a bound without a length; that is not the lack of a schedule."""
     job = Job(
         id="a",
@@ -173,9 +174,15 @@ def test_a_better_bound_leaves_the_schedule_standing() -> None:
             Improvement(seconds=0.2, method="milp", bound_ms=90.0),
         ),
     )
-    text = io.StringIO()
-    _print_improvements(Console(file=text, width=100), job, 0)
-    first, second, third = text.getvalue().splitlines()
+
+    class OneLook:
+        """A client that sees a job twice: its first two steps, and its end."""
+
+        def follow(self, job: Job) -> list[Job]:
+            return [job.model_copy(update={"trace": (job.trace or ())[:2]}), job]
+
+    assert _follow_job(cast("Client", OneLook()), job) == job
+    first, second, third = capsys.readouterr().err.splitlines()
     assert "no schedule yet" in first
     assert "120" in second
     assert "120" in third
@@ -219,7 +226,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         ("solve p.json -o x.json --plot x.json", "cannot write x.json twice"),
         ("solve p.json -o missing/s.json", "cannot write missing/s.json: there is no folder"),
         ("solve p.json -o .", "cannot write"),
-        ("solve p.json --plot a.bmp", "the suffix chooses the format"),
+        ("solve p.json --plot a.bmp", "use one of .png, .svg, .pdf, .html, .json"),
+        ("plot p.json s.json -o a.htm", "cannot draw a.htm: the suffix chooses the format"),
         ("solve p.json -o x.svg", "cannot write a schedule to x.svg: .svg is for pictures"),
         ("solve p.json -o x.HTML", ".HTML is for pictures"),
         ("plot p.json s.json -o s.json", "s.json: this command reads it"),

@@ -60,11 +60,6 @@ def test_explain_says_it_in_words_and_in_json(
     assert Explanation.model_validate_json(out) == explanation
 
 
-def test_explain_refuses_what_is_not_legal(optpipe, problem_file, tmp_path) -> None:
-    bad = write(tmp_path / "bad.csv", LEGAL.replace("0I0,0W0", "0W0,0I0"))
-    assert optpipe("explain", problem_file, bad)[0] == 2
-
-
 def test_what_if_prints_answers_and_writes_their_files(
     optpipe, problem_file, schedule_file, tmp_path, lazy_solver
 ) -> None:

@@ -194,19 +194,6 @@ def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypa
     assert 0.01 <= limits_s[1] < 0.02
 
 
-def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:
-    done = optpipe("bound", problem_file)
-    assert done.code == 0
-    assert float(done.out.partition(">= ")[2].partition(" ms")[0]) <= 13
-
-
-def test_plot_draws_schedules_one_above_the_other(optpipe, problem_file, schedule_file) -> None:
-    done = optpipe("plot", problem_file, schedule_file, "--beside", "1f1b")
-    assert done.code == 0, done.err
-    assert done.out.index("1F1B") < done.out.index("by hand")
-    assert done.out.count("gpu0") == 2
-
-
 def test_a_chunked_problem_is_drawn_below_interleaved_1f1b(optpipe, tmp_path) -> None:
     """A method that the placement rules out, or that there is not, is refused with a reason."""
     chunked, found = tmp_path / "chunked.json", tmp_path / "found.json"
@@ -243,6 +230,21 @@ def test_a_closed_pipe_does_not_cost_the_schedule(problem_file, tmp_path) -> Non
         )
     assert load_schedule(target.read_text()).problem_hash == make_small_problem().problem_hash
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["plot"], ["export", "--to", "python"], ["--version"]])
+def test_a_full_disk_is_one_sentence(problem_file, csv_file, words: list[str]) -> None:
+    """Whether rich prints, Python's buffer is full, or it is written at the end."""
+    files = [] if words == ["--version"] else [str(problem_file), str(csv_file)]
+    command = [sys.executable, "-m", "optpipe.cli", *words, *files]
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: cannot write the output: No space left on device; make")
 
 
 def test_it_leaves_without_waiting_for_what_a_solve_has_left_behind() -> None:

@@ -42,12 +42,6 @@ def test_a_trace_holds_one_schedule(optpipe, files, tmp_path) -> None:
     assert "one schedule, not 2" in err
 
 
-def test_an_unknown_suffix_names_those_that_work(optpipe, files, tmp_path) -> None:
-    code, _, err = optpipe("plot", *files, "-o", tmp_path / "a.htm")
-    assert code == 2
-    assert ".png, .svg, .pdf, .html, .json" in err.replace("\n", " ")
-
-
 def test_without_bokeh_the_pip_command_is_named(optpipe, files, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(scene, "find_spec", lambda name: None)
     code, _, err = optpipe("plot", *files, "-o", tmp_path / "a.html")

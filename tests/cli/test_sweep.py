@@ -98,7 +98,7 @@ def test_a_solve_starts_from_what_fits_every_device_and_nothing_else(solved) -> 
         "gap": 1e-6,
         "method": "auto",
     }
-    rows, _ = sweep_here([one, other, both], (), options, lambda _: None)
+    rows, _ = sweep_here([one, other, both], {}, options, lambda _: None)
     assert [row["state"] for row in rows] == ["succeeded"] * 3
     assert [start for _, start in solved] == [False, False, True]
 
@@ -178,6 +178,34 @@ def test_mistakes_are_found_before_anything_is_solved(
     code, _, err = optpipe("sweep", problem_file, *arguments)
     assert (code, solved) == (2, [])
     assert words in err.replace("\n", " ")
+
+
+def test_a_stopped_sweep_makes_no_row_of_the_file_worse(
+    optpipe, problem_file, tmp_path, monkeypatch
+) -> None:
+    """Rows that are not reached stay; a job that is cancelled early finds less than before."""
+    table = tmp_path / "t.csv"
+    memory = ("--axis", "devices[*].memory_bytes=32,16")
+    for objective_ms, bound_ms in ((15.0, 2.0), (18.0, 3.0)):
+
+        def solve(problem, objective_ms=objective_ms, bound_ms=bound_ms, **_options):
+            if objective_ms == 18 or problem.devices[0].memory_bytes == 32:
+                os.kill(os.getpid(), signal.SIGINT)
+            found = fake_solver.solve(problem, **_options)
+            assert found.schedule is not None
+            schedule = found.schedule.model_copy(
+                update={"makespan_ms": objective_ms, "bound_ms": bound_ms}
+            )
+            return Result(SolveStatus.FEASIBLE, schedule, bound_ms, "", problem=problem)
+
+        monkeypatch.setattr(optpipe_solver, "solve", solve)
+        if objective_ms == 18:
+            text = table.read_text(encoding="utf-8").replace("succeeded", "cancelled")
+            table.write_text(text, encoding="utf-8")
+        assert optpipe("sweep", problem_file, *memory, "-o", table)[0] == 130
+        assert [row["objective_ms"] for row in read(table)] == [15.0, 15.0]
+    assert [row["bound_ms"] for row in read(table)] == [2.0, 3.0]
+    assert [row["state"] for row in read(table)] == ["cancelled"] * 2
 
 
 def test_a_file_with_something_else_is_left_alone(optpipe, problem_file, tmp_path, solved) -> None:
