@@ -142,7 +142,7 @@ def trace_config(
     predictors = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     if any(getattr(read.text, name, 0) for name in predictors):
         left_out.append("the multi-token prediction module")
-    first, count = whole.first, whole.count
+    first, count = whole.first, whole.parameters
     has_experts = any(one.is_moe for one in ranks[0].kinds)
     products, scores = map(sum, zip(*first.flops, strict=True))
     return TracedModel(
@@ -175,7 +175,7 @@ class _Degree(NamedTuple):
 
     rank: TracedRank
     first: _Trace
-    count: ParameterCount
+    parameters: ParameterCount
 
 
 def _trace_degree(

@@ -228,7 +228,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return arguments with the known values of tensors."""
 
         def known(one: Any) -> Any:
-            return self._values.get(one, one) if isinstance(one, Tensor) else one
+            is_known = isinstance(one, Tensor) and one in self._values
+            return self._values[one] if is_known else one
 
         return tree_map(known, value)
 
