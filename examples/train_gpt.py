@@ -32,22 +32,13 @@ from optpipe.runtime import PipelineRunner, measure
 from optpipe.runtime.demo import ModelConfig, make_stages
 from optpipe.runtime.preflight import num_microbatches_of
 
-__all__ = [
-    "ALPHABET",
-    "LARGEST_NORM",
-    "MixedPrecision",
-    "UnsplitTraining",
-    "build_stages",
-    "make_batch",
-    "sums",
-    "token_loss",
-]
-
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 LEARNING_RATE = 3e-3
+LARGEST_NORM = 1.0
+"""To which gradients are clipped."""
+
 TOLERANCES = {False: 1e-10, True: 5e-3}  # of a checked loss: in double precision, and in bf16
 
 
@@ -167,7 +158,7 @@ def train(options: argparse.Namespace, device: torch.device) -> bool:
         start = time.perf_counter()
         optimizer.zero_grad()
         losses = runner.step(batch, target)
-        norm = clip_together(list(stage.parameters()))
+        norm = runner.clip_grad_norm_(LARGEST_NORM)  # ends what the `span` objective promises
         optimizer.step()
         if losses is not None:
             text = f"step {step + 1}: loss {losses.mean():.10f}, gradient norm {norm:.4f}"
@@ -181,24 +172,6 @@ def train(options: argparse.Namespace, device: torch.device) -> bool:
         took_ms = 1e3 * statistics.median(seconds)
         print(f"a step took {took_ms:.1f} ms (median), planned: {schedule.makespan_ms:.1f} ms")
     return reference is None or reference.agreed_always()
-
-
-def clip_together(parameters: list[nn.Parameter]) -> float:
-    """Scale the gradients of all ranks by one factor, so that their common norm is not too large.
-
-    Waits for all ranks: whoever plans for the `span`, where a rank goes on without the others,
-    gives that up here (docs/runtime.md).
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squared = nn.utils.get_total_norm(gradients).square()
-    dist.all_reduce(squared)
-    norm = squared.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, norm)
-    return norm.item()
-
-
-LARGEST_NORM = 1.0
-"""To which gradients are clipped."""
 
 
 class MixedPrecision(nn.Module):

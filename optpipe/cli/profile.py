@@ -174,7 +174,7 @@ def _describe(measured: Profile, layers: ModelProfile | None) -> dict[str, Any]:
             "weight_gradient_share": result.footprint.split.deferred / total
             if (total := result.footprint.split.total)
             else None,
-            "d2h_h2d_gb_per_s": list(result.bandwidths or ()),
+            "d2h_h2d_gb_per_s": list(result.rate or ()),
         }
         for result in measured.results
     ]
@@ -198,16 +198,15 @@ def _show_layers(layers: Iterable[RepeatedLayer]) -> None:
 def _show(measured: Profile) -> None:
     console = cli.stdout()
     _show_measurements(console, measured.measurements, measured.measurements.notes)
-    table = cli.text_table(
-        "stage", "received", "made by W", "D2H, H2D GB/s alone", "together", "under compute"
-    )
+    table = cli.text_table("stage", "received", "made by W", "D2H, H2D GB/s")
     for index, result in enumerate(measured.results):
         found = result.footprint
         split = found.split
         share = format_share(split.deferred / split.total) if split.total else "nothing"
-        rates = [f"{down:.3g}, {up:.3g}" for down, up in result.bandwidths or ()]
-        cells = rates or ["nothing to offload", "", ""]
-        table.add_row(str(index), format_bytes(found.received_bytes), share, *cells)
+        rate = "nothing to offload"
+        if result.rate is not None:
+            rate = f"{result.rate.d2h_gb_per_s:.3g}, {result.rate.h2d_gb_per_s:.3g}"
+        table.add_row(str(index), format_bytes(found.received_bytes), share, rate)
     console.print()
     console.print(table)
     menus = [result.menu for result in measured.results if result.menu is not None]

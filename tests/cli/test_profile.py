@@ -35,7 +35,7 @@ def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
         "median",
         "made by W",
         "offload",
-        "under compute",
+        "H2D GB/s",
         "2 -> 3",
         "core_attn",
         "stays",

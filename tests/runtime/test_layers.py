@@ -80,7 +80,18 @@ def test_each_kind_of_layer_is_measured_once() -> None:
     assert file.layers[3].model_dump(exclude={"repeat"}) == narrow.model_dump(exclude={"repeat"})
 
 
-def test_a_layer_number_makes_no_kind_and_a_setting_does() -> None:
+class _Numbered(nn.Module):
+    """A layer whose number decides how much it does."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given if self.layer_idx % 2 else given.sin()
+
+
+def test_a_layer_number_makes_no_kind_unless_it_is_read_and_a_setting_does() -> None:
     one, two, frozen, other = (measured.perceptron(8, 16) for _ in range(4))
     one.layer_idx, two.layer_idx = 0, 1  # type: ignore[assignment]
     next(frozen.parameters()).requires_grad_(False)
@@ -89,25 +100,8 @@ def test_a_layer_number_makes_no_kind_and_a_setting_does() -> None:
     first, second, *others = map(LayerKinds(layers).of, layers)
     assert first == second
     assert all(a != b for a, b in pairwise([second, *others]))
-
-
-class _Numbered(nn.Module):
-    """A layer whose number decides how much it does."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        for _ in range(1 + self.layer_idx % 2):
-            given = self.linear(given)
-        return given
-
-
-def test_a_layer_that_reads_its_number_is_of_its_own_kind() -> None:
-    layers = [_Numbered(0), _Numbered(1)]
-    first, second = map(LayerKinds(layers).of, layers)
+    numbered = [_Numbered(0), _Numbered(1)]
+    first, second = map(LayerKinds(numbered).of, numbered)
     assert first != second
 
 

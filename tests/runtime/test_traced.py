@@ -131,8 +131,8 @@ def on_cpu(stages: list[nn.Module], sample: Tensor, monkeypatch, **options) -> P
     instruments = trace_instruments(H100)
     module = sys.modules["optpipe.runtime.measuring.measure"]
     assert instruments.known is not None
-    bandwidths = instruments.known.bandwidths
-    monkeypatch.setattr(module, "measure_bandwidths", lambda *_, **__: bandwidths)
+    rate = instruments.known.rate
+    monkeypatch.setattr(module, "measure_bandwidths", lambda *_, **__: rate)
     clock = TracedClock(H100, H100.operator_efficiency)
     timed = replace(instruments_of(CPU), clock=clock, timing=partial(OperatorLog, clock.add))
     return measure(

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optpipe.errors import InputError, MissingExtraError
+from optpipe.errors import InputError
 from optpipe.runtime.measuring.kernels import ATTENTION, register_attention, window_of
 from optpipe.runtime.torch_names import tree_leaves
+from optpipe.runtime.trainers.huggingface import require_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -36,12 +37,13 @@ __all__ = [
     "read_config",
 ]
 
-_MAJOR = "5"
 
+def list_architectures() -> dict[str, Any]:
+    """Return the model types with a causal language model in transformers, and its class's name."""
+    require_transformers()
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
-def list_architectures() -> tuple[str, ...]:
-    """Return the model types with a causal language model in the installed transformers."""
-    return tuple(_causal_names())
+    return dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 class TextConfig(NamedTuple):
@@ -65,7 +67,7 @@ def read_config(data: dict[str, Any]) -> TextConfig:
     InputError
         If the model type is not known, or the configuration's class refuses the file.
     """
-    _require_transformers()
+    require_transformers()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
 
     kind = _known_type(data)
@@ -166,7 +168,7 @@ def _choose_class(given: TextConfig) -> tuple[Any, Any, Any]:
 
     config, model_type, whole = given
     causal, base = transformers.AutoModelForCausalLM, transformers.AutoModel
-    named: Any = getattr(transformers, _causal_names().get(model_type, ""), None)
+    named: Any = getattr(transformers, list_architectures().get(model_type, ""), None)
     if getattr(named, "config_class", None) is type(config) and type(config) not in _classes(
         causal
     ):
@@ -228,24 +230,24 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     InputError
         If there are none.
     """
-    blocks = list(_walk(model))
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            members = list(child.children())
+            if isinstance(child, nn.ModuleList | nn.ModuleDict) and any(
+                next(one.children(), None) is not None for one in members
+            ):
+                yield from members
+            else:
+                yield from walk(child)
+
+    blocks = list(walk(model))
     if not blocks:
         raise InputError(
             f"{type(model).__name__} has no list of layers (nn.ModuleList); give the model by its "
             "layers (optpipe/model/v1)"
         )
     return blocks
-
-
-def _walk(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        members = list(child.children())
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and any(
-            next(one.children(), None) is not None for one in members
-        ):
-            yield from members
-        else:
-            yield from _walk(child)
 
 
 class LayerKinds:
@@ -376,13 +378,6 @@ def _first_number(config: Any, names: Iterable[str]) -> int:
 # --- What transformers has.
 
 
-def _causal_names() -> dict[str, Any]:
-    _require_transformers()
-    from transformers.models.auto import modeling_auto  # noqa: PLC0415
-
-    return dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
 def _known_type(data: dict[str, Any]) -> str | None:
     """Return the model type by which transformers reads a file, None if it knows none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
@@ -392,7 +387,7 @@ def _known_type(data: dict[str, Any]) -> str | None:
         return kind
     named = data.get("architectures")
     if isinstance(named, list) and len(named) == 1:
-        return next((name for name, one in _causal_names().items() if one == named[0]), None)
+        return next((name for name, one in list_architectures().items() if one == named[0]), None)
     return None
 
 
@@ -421,16 +416,3 @@ def _first_line(error: Exception) -> str:
 
 def _version() -> str:
     return metadata.version("transformers")
-
-
-def _require_transformers() -> None:
-    try:
-        version = _version()
-    except metadata.PackageNotFoundError:
-        version = ""
-    if version.split(".")[0] != _MAJOR:
-        found = f"transformers {version} is installed" if version else "it is not installed"
-        raise MissingExtraError(
-            f"a model's code comes from transformers {_MAJOR}, and {found}; "
-            f"pip install 'transformers=={_MAJOR}.*'"
-        )

@@ -109,8 +109,8 @@ def compile_layer(
 
     compiled = aot_function(
         call,
-        fw_compiler=lambda graph, _: _boxed(_Graph(graph, around)),
-        bw_compiler=lambda graph, _: _boxed(_BackwardGraph(graph, around, deferred, gradients)),
+        fw_compiler=lambda graph, _: _Graph(graph, around),
+        bw_compiler=lambda graph, _: _Graph(graph, around, deferred, gradients),
         partition_fn=min_cut_rematerialization_partition,
         decompositions=inductor_decompositions(),
     )
@@ -163,16 +163,6 @@ class _Body(nn.Module):
         return self._call(*args, **kwargs)
 
 
-def _boxed(graph: _Graph) -> Callable[[list[Any]], list[Any]]:
-    """Return a graph's `run`, marked as a function that empties the list of its arguments."""
-
-    def run(given: list[Any]) -> list[Any]:
-        return graph.run(given)
-
-    run._boxed_call = True  # type: ignore[attr-defined] # noqa: SLF001
-    return run
-
-
 # --- Kernels of a graph.
 
 
@@ -185,14 +175,21 @@ class _KernelCall(NamedTuple):
 
 
 class _Graph:
-    """Runs a graph kernel by kernel; a value is freed after the last kernel that reads it."""
+    """Runs a graph kernel by kernel; a value is freed after the last kernel that reads it.
 
-    is_backward = False
+    A backward gets ``gradients``, and for each of its first results, whether W computes it if a
+    product makes it (``deferred``). It returns None for the gradients that W computes.
+    """
+
+    _boxed_call = True
+    """To torch: it empties the list of its arguments."""
 
     def __init__(
         self,
         graph: fx.GraphModule,
         around: Callable[[bool], AbstractContextManager[None]] | None,
+        deferred: Sequence[bool] = (),
+        gradients: WeightGradients | None = None,
     ) -> None:
         nodes = list(graph.graph.nodes)
         self._around = around
@@ -210,43 +207,6 @@ class _Graph:
         for index, kernel in enumerate(self._kernels):
             for one in kernel.read:
                 self._last[one] = index
-
-    def run(self, given: list[Any]) -> list[Any]:
-        """Run on these inputs, and return the results."""
-        values: dict[fx.Node, Any] = dict(zip(self._inputs, given, strict=True))
-        given.clear()
-        for index, kernel in enumerate(self._kernels):
-            is_part = self._around is not None and all(map(_is_tagged, kernel.nodes))
-            with self._around(self.is_backward) if self._around and is_part else nullcontext():
-                values |= self._run_kernel(kernel, values)
-            for one in kernel.read:
-                if self._last[one] == index and one not in self._kept:
-                    values.pop(one, None)
-        return [self._result(one, values) for one in self._results]
-
-    def _result(self, result: Any, values: dict[fx.Node, Any]) -> Any:
-        return _value(result, values) if isinstance(result, fx.Node) else result
-
-    def _run_kernel(self, kernel: _KernelCall, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-        return _run_kernel(kernel, values)
-
-
-class _BackwardGraph(_Graph):
-    """Runs a backward, and returns None for the gradients that W computes.
-
-    ``deferred``: for each of the first results, whether W computes it if a product makes it.
-    """
-
-    is_backward = True
-
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        around: Callable[[bool], AbstractContextManager[None]] | None,
-        deferred: Sequence[bool],
-        gradients: WeightGradients,
-    ) -> None:
-        super().__init__(graph, around)
         self._gradients = gradients
         results = zip(self._results, deferred, strict=False)
         homes = [
@@ -254,14 +214,33 @@ class _BackwardGraph(_Graph):
         ]
         self._deferred = {one for one in homes if _is_alone(one) and _ends(one) == 1}
 
+    def __call__(self, given: list[Any]) -> list[Any]:
+        """Run on these inputs, and return the results."""
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, given, strict=True))
+        given.clear()
+        is_backward = self._gradients is not None
+        for index, kernel in enumerate(self._kernels):
+            is_part = self._around is not None and all(map(_is_tagged, kernel.nodes))
+            with self._around(is_backward) if self._around and is_part else nullcontext():
+                values |= self._run_kernel(kernel, values)
+            for one in kernel.read:
+                if self._last[one] == index and one not in self._kept:
+                    values.pop(one, None)
+        return [self._result(one, values) for one in self._results]
+
+    def _defers(self, node: fx.Node) -> bool:
+        defers = self._gradients is not None and self._gradients.defers
+        return defers and node in self._deferred
+
     def _result(self, result: Any, values: dict[fx.Node, Any]) -> Any:
-        is_made = not isinstance(result, fx.Node) or _home(result) not in self._deferred
-        return super()._result(result, values) if is_made or not self._gradients.defers else None
+        if not isinstance(result, fx.Node):
+            return result
+        return None if self._defers(_home(result)) else _value(result, values)
 
     def _run_kernel(self, kernel: _KernelCall, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
         (first, *_) = kernel.nodes
-        if first not in self._deferred or not self._gradients.defers:
-            return super()._run_kernel(kernel, values)
+        if self._gradients is None or not self._defers(first):
+            return _run_kernel(kernel, values)
         copies: dict[fx.Node, Tensor] = {}
         for node in first.all_input_nodes:
             factor = _value(node, values)

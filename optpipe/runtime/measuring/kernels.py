@@ -9,9 +9,8 @@ Sources of the tensors that kernels keep:
 
 * attention: FlashAttention-2 (arXiv 2307.08691): q, k, v, the output, and 4 bytes per query and
   head. Values may be narrower than keys, as in FlashAttention-3 and cuDNN.
-* Mamba-2: ``MambaSplitConv1dScanCombinedFn`` and ``MambaChunkScanCombinedFn`` of the repository
-  state-spaces/mamba, commit e9594ce. Mamba-1: ``SelectiveScanFn`` and ``MambaInnerFn``
-  (``checkpoint_lvl=1``) there.
+* Mamba-2: ``MambaSplitConv1dScanCombinedFn`` of the repository state-spaces/mamba, commit e9594ce.
+  Mamba-1: ``SelectiveScanFn`` and ``MambaInnerFn`` (``checkpoint_lvl=1``) there.
 * gated delta rule: ``ChunkGatedDeltaRuleFunction`` and ``ChunkKDAFunction`` of
   fla-org/flash-linear-attention, commit bc3b101, in chunks of 64 tokens.
 * RWKV: ``RwkvLinearAttention`` of transformers: its inputs and its output.
@@ -26,6 +25,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from unittest.mock import patch
@@ -156,14 +156,8 @@ def run_leaf(
     return found
 
 
-class _Tracing:
-    """Whether leaf kernels are traced into a graph, which identifies them by their results."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-
-
-_tracing = _Tracing()
+_is_tracing = ContextVar("is_tracing", default=False)
+"""Whether leaf kernels are traced into a graph, which identifies them by their results."""
 
 
 @contextmanager
@@ -172,18 +166,18 @@ def trace_leaves() -> Iterator[None]:
 
     It returns what ``optpipe::leaf`` writes: tensors as those of ``like``. So a graph keeps it.
     """
-    _tracing.is_on = True
+    before = _is_tracing.set(True)
     try:
         yield
     finally:
-        _tracing.is_on = False
+        _is_tracing.reset(before)
 
 
 def _call_leaf(
     name: str, read: Sequence[Tensor], written: Sequence[Tensor], work: LeafWork
 ) -> list[Tensor]:
     """Call the operator of a leaf kernel and return what it writes."""
-    if _tracing.is_on:
+    if _is_tracing.get():
         found: list[Tensor] = torch.ops.optpipe.traced_leaf(name, read, written, *work)
         return found
     torch.ops.optpipe.leaf(name, read, written, *work)
@@ -219,7 +213,7 @@ class _Leaf(torch.autograd.Function):
 
 def _of_kernel(saved: Sequence[Tensor], read: Sequence[Tensor]) -> list[Tensor]:
     """Return the saved tensors that the kernel writes."""
-    if _tracing.is_on:
+    if _is_tracing.get():
         return [one for one in saved if all(one is not other for other in read)]
     known = {storage_identity(one.untyped_storage()) for one in read}
     return [one for one in saved if storage_identity(one.untyped_storage()) not in known]
@@ -241,31 +235,13 @@ def register_attention() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _make_mask)
 
 
-class _Spans:
-    """Masks that the model made -> number of keys that a query sees; unchanged masks only."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[Tensor, int | None]] = {}
-
-    def note(self, mask: Tensor, size: int | None) -> None:
-        self._found[id(mask)] = (mask, size)
-
-    def known(self, mask: Tensor) -> bool:
-        return id(mask) in self._found
-
-    def size(self, mask: Tensor) -> int | None:
-        return self._found[id(mask)][1]
-
-    def clear(self) -> None:
-        self._found.clear()
-
-
-_spans = _Spans()
+_spans: dict[int, tuple[Tensor, int | None]] = {}
+"""Masks that the model made -> number of keys that a query sees; unchanged masks only."""
 
 
 def is_known_mask(tensor: Tensor) -> bool:
     """Whether a mask only selects the keys that a kernel skips, so that no kernel reads it."""
-    return _spans.known(tensor)
+    return id(tensor) in _spans
 
 
 def _make_mask(
@@ -278,13 +254,13 @@ def _make_mask(
 ) -> Tensor:
     """Return a mask of queries and keys that the kernels know: causal, a window, or chunks."""
     mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    _spans.note(mask, local_size)
+    _spans[id(mask)] = mask, local_size
     return mask
 
 
 def window_of(mask: Tensor) -> int | None:
     """Return how many keys a query sees through a mask of `ATTENTION`; None if all or unknown."""
-    return _spans.size(mask) if _spans.known(mask) else None
+    return _spans[id(mask)][1] if is_known_mask(mask) else None
 
 
 def attend(
@@ -311,11 +287,11 @@ def attend(
     extra = [one for one in (s_aux, position_bias) if isinstance(one, Tensor)]
     config = getattr(module, "config", None)
     size = sliding_window
-    if (picked := _picked_keys(options)) is not None:
-        size = picked
+    if isinstance(picked := options.get("indices"), Tensor):
+        size = picked.shape[-1]
     elif attention_mask is not None:
-        if _spans.known(attention_mask):
-            size = size or _spans.size(attention_mask)
+        if is_known_mask(attention_mask):
+            size = size or window_of(attention_mask)
         else:
             causal = False
             extra.append(attention_mask)
@@ -340,12 +316,6 @@ def attend(
         backward=LeafWork(attention_flops=back * flops, unmasked_flops=2 * unmasked),
     )
     return found, None
-
-
-def _picked_keys(options: dict[str, Any]) -> int | None:
-    """Return how many keys an indexer has picked for each query, None without one."""
-    picked = options.get("indices")
-    return picked.shape[-1] if isinstance(picked, Tensor) else None
 
 
 # --- Recurrent layers.
@@ -405,37 +375,6 @@ def _ssd_work(
     states = 2.0 * tokens * heads * width * state
     ahead = scores + tokens * chunk * heads * width + 2 * states
     return ahead, 2 * ahead + scores + states
-
-
-def _mamba2_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Replace ``mamba_chunk_scan_combined``; (b, tokens, heads, width) -> the same shape."""
-    batch, tokens, heads, width = hidden_states.shape
-    groups, state = B.shape[-2:]
-    ahead, back = _ssd_work(batch * tokens, heads, width, groups, state, min(chunk_size, tokens))
-    chunks = -(-tokens // chunk_size)
-    sums = _empty(batch, heads, chunks, chunk_size, like=dt, dtype=torch.float32)
-    output = _empty(*hidden_states.shape, like=hidden_states)
-    read = [hidden_states, dt, A, B, C, D, z, dt_bias]
-    (found,) = run_leaf(
-        "mamba2 scan",
-        read,
-        [output],
-        saved=[output, *read, sums],
-        forward=LeafWork(ahead),
-        backward=LeafWork(back),
-    )
-    return found
 
 
 def _mamba2_layer(
@@ -587,7 +526,6 @@ LEAF_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_convolution,
     "torch_chunk_gated_delta_rule": partial(_delta_rule, "gated delta rule"),
     "chunk_kimi_delta_attention": partial(_delta_rule, "kda"),
-    "mamba2_chunk_scan": _mamba2_scan,
     "mamba2_split_conv1d_scan_combined": _mamba2_layer,
     "mamba_selective_scan": _mamba_scan,
     "mamba_inner_fn": _mamba_layer,
@@ -784,7 +722,8 @@ class BalancedRouting(TorchFunctionMode):
         given = args[0]
         if given.is_meta:
             if func is Tensor.tolist and given.numel() == self._num_experts:
-                return self._sizes()
+                share, rest = divmod(self._copies, self._num_experts)
+                return [share + (index < rest) for index in range(self._num_experts)]
             if func in (torch.nonzero, Tensor.nonzero) or (func is torch.where and len(args) == 1):
                 return self._indices(
                     given,
@@ -794,10 +733,6 @@ class BalancedRouting(TorchFunctionMode):
             if func is Tensor.__bool__ and given.numel() == 1:
                 return False  # no expert is left out
         return func(*args, **kwargs)
-
-    def _sizes(self) -> list[int]:
-        share, rest = divmod(self._copies, self._num_experts)
-        return [share + (index < rest) for index in range(self._num_experts)]
 
     def _indices(self, mask: Tensor, *, as_tuple: bool) -> Any:
         """Return where a mask is set: each expert, or the copies of one of them."""

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from optpipe.measurements import Given
-    from optpipe.problem import Stage
     from optpipe.runtime.measuring.stages import ModelToMeasure
 
 __all__ = ["ModelProfile", "RepeatedLayer", "measure_layers"]
@@ -68,7 +67,11 @@ class ModelProfile(NamedTuple):
         # Any device may hold any layer, so each has the most reserved bytes, and the bandwidths to
         # the host of the stage that offloads most.
         stages = problem.stages
-        largest = max(range(len(stages)), key=lambda index: _offloaded_bytes(stages[index]))
+        offloaded = [
+            max((mode.offload_bytes for mode in stage.modes), default=stage.offload_bytes)
+            for stage in stages
+        ]
+        largest = offloaded.index(max(offloaded))
         device = problem.devices[largest].model_dump(exclude={"name"}) | {
             "reserved_bytes": max(device.reserved_bytes for device in problem.devices)
         }
@@ -83,17 +86,14 @@ class ModelProfile(NamedTuple):
             else DefaultLink(
                 latency_ms=slowest.latency_ms, bandwidth_gb_per_s=slowest.bandwidth_gb_per_s
             ),
-            layers=tuple(_layer(stages[run.stage], run) for run in self.layers),
+            layers=tuple(
+                Layer(
+                    **stages[run.stage].model_dump(exclude={"device", "name"}, exclude_none=True)
+                    | {"name": run.name, "repeat": run.repeat, "layers": run.counts_as}
+                )
+                for run in self.layers
+            ),
         )
-
-
-def _offloaded_bytes(stage: Stage) -> int:
-    return max((mode.offload_bytes for mode in stage.modes), default=stage.offload_bytes)
-
-
-def _layer(stage: Stage, run: RepeatedLayer) -> Layer:
-    fields = stage.model_dump(exclude={"device"}, exclude_none=True)
-    return Layer(**{**fields, "name": run.name, "repeat": run.repeat, "layers": run.counts_as})
 
 
 def measure_layers(

@@ -27,21 +27,18 @@ from optpipe.runtime.measuring.memory import (
     with_largest_inputs,
 )
 from optpipe.runtime.measuring.times import (
-    Bandwidths,
     Durations,
     Instruments,
     MeasuringRanks,
+    Rate,
     StageUnderTest,
     clock_for,
     device_facts,
     device_name,
-    known_messages,
-    local_copies,
     measure_bandwidths,
-    message_sizes,
-    ping_pong,
     preserve_state,
     select_device,
+    time_messages,
     time_pairs,
     time_passes,
 )
@@ -60,7 +57,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-    from optpipe.measurements import Transfer
     from optpipe.problem import Problem
     from optpipe.runtime.messages import Layout
     from optpipe.runtime.overlap import Overlap
@@ -85,7 +81,7 @@ class Effort(NamedTuple):
 class StageResult(NamedTuple):
     """All measurements of one stage.
 
-    ``bandwidths`` is None if nothing can be offloaded, and ``menu`` if none was requested.
+    ``rate`` is None if nothing can be offloaded, and ``menu`` if none was requested.
     ``deferred_bytes`` is the weight gradient that a W computes, 0 if the stage cannot be split.
     ``spread`` is the share by which the saved bytes depend on the values of the inputs.
     """
@@ -93,7 +89,7 @@ class StageResult(NamedTuple):
     footprint: Footprint
     memory: StageMemory
     durations: Durations
-    bandwidths: Bandwidths | None
+    rate: Rate | None
     deferred_bytes: int
     menu: StageMenu | None
     spread: float
@@ -219,7 +215,12 @@ def measure(
         with instruments.running(module):
             result, crossing = ranks.run_on(home, run)
         results.append(result)
-    transfers = _transfers(ranks, homes, results, instruments, effort) if links else ()
+    boundary: dict[tuple[int, int], int] = {}
+    for (a, b), result in zip(pairwise(homes) if links else (), results, strict=False):
+        if a != b:
+            pair = (min(a, b), max(a, b))
+            boundary[pair] = max(boundary.get(pair, 0), result.footprint.output_bytes)
+    transfers = time_messages(boundary, ranks, instruments, effort.repeats)
     notes = [
         *([known.note] if known is not None else []),
         *_notes_on(ranks, homes, results, is_traced=known is not None),
@@ -240,7 +241,7 @@ def measure(
     for home, result in zip(homes, results, strict=True):
         both = (largest.get(home, result), result)
         largest[home] = max(both, key=lambda one: one.footprint.offload_bytes)
-    bandwidths = [largest[home].bandwidths for home in sorted(largest)]
+    rates = [largest[home].rate for home in sorted(largest)]
     measurements = Measurements(
         source=f"{len(stages)} stages on {known.name if known else device_name(device)}",
         samples=tuple(
@@ -251,7 +252,7 @@ def measure(
         ),
         placement=homes,
         stages=tuple(_facts(result, state_copies, recompute=recompute) for result in results),
-        devices=device_facts(ranks, bandwidths, memory_bytes, known),
+        devices=device_facts(ranks, rates, memory_bytes, known),
         transfers=transfers,
         notes=tuple(notes),
     )
@@ -353,12 +354,12 @@ def _measure_stage(
         durations = time_passes(
             stage, repeats=effort.repeats, warmups=effort.warmups, can_split=deferred > 0
         )
-        bandwidths = None
+        rate = None
         if footprint.offload_sizes and stage.instruments.known is not None:
-            bandwidths = stage.instruments.known.bandwidths
+            rate = stage.instruments.known.rate
         elif footprint.offload_sizes:
             passes = (ActionType.FORWARD, ActionType.FULL_BACKWARD)
-            bandwidths = measure_bandwidths(
+            rate = measure_bandwidths(
                 stage.instruments.copies,
                 stage.instruments.clock,
                 footprint.offload_sizes,
@@ -374,13 +375,13 @@ def _measure_stage(
                 effort,
                 memory=memory,
                 durations=durations,
-                bandwidths=bandwidths,
+                rate=rate,
                 max_modes=modes,
                 min_offload_bytes=min_bytes,
                 recompute=recompute,
             )
         sent = stage.forward(stage.receive())
-    result = StageResult(footprint, memory, durations, bandwidths, deferred, menu, stage.spread)
+    result = StageResult(footprint, memory, durations, rate, deferred, menu, stage.spread)
     home = device if device.type == "meta" else "cpu"
     shards = [shard.detach().to(home) for shard in sent.outputs]
     return result, tuple(zip(sent.layouts, shards, strict=True))
@@ -480,27 +481,6 @@ def _facts(result: StageResult, state_copies: float, *, recompute: bool) -> Stag
         output_bytes=found.output_bytes,
         **memory.workspaces,
     )
-
-
-def _transfers(
-    ranks: MeasuringRanks,
-    homes: Sequence[int],
-    results: Sequence[StageResult],
-    instruments: Instruments,
-    effort: Effort,
-) -> tuple[Transfer, ...]:
-    boundary: dict[tuple[int, int], int] = {}
-    for (a, b), result in zip(pairwise(homes), results, strict=False):
-        if a != b:
-            pair = (min(a, b), max(a, b))
-            boundary[pair] = max(boundary.get(pair, 0), result.footprint.output_bytes)
-    sizes_of = {pair: message_sizes(size) for pair, size in boundary.items()}
-    if instruments.known is not None:
-        return known_messages(sizes_of, instruments.known)
-    clock = instruments.clock
-    if ranks.are_many:
-        return ping_pong(sizes_of, clock, ranks.device, ranks.group, effort.repeats)
-    return local_copies(sizes_of, clock, ranks.device, effort.repeats)
 
 
 # --- The measurements, and the problem made of them.

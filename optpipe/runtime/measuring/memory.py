@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from optpipe.runtime.measuring.times import Bandwidths, Durations, Mark, StageUnderTest
+    from optpipe.runtime.measuring.times import Durations, Mark, Rate, StageUnderTest
 
 __all__ = [
     "Candidate",
@@ -593,7 +593,7 @@ def measure_menu(
     *,
     memory: StageMemory,
     durations: Durations,
-    bandwidths: Bandwidths | None,
+    rate: Rate | None,
     max_modes: int,
     min_offload_bytes: int,
     recompute: bool = True,
@@ -617,22 +617,25 @@ def measure_menu(
     for name in names:
         group = frozenset({name})
         freed = _kept_bytes(saved, frozenset()) - _kept_bytes(saved, group)
-        moved = _moved_bytes(saved, frozenset(), group)
+        offloaded = _moved_bytes(saved, frozenset(), group)
         ms = _recompute_ms(calls, group, ms_of)
-        facts.append(GroupFacts(name, len(calls.groups[name]), freed, moved, ms))
+        facts.append(GroupFacts(name, len(calls.groups[name]), freed, offloaded, ms))
     largest = sorted(facts, key=lambda one: -max(one.freed_bytes, one.offload_bytes))
     used = [one.name for one in largest[:_MAX_GROUPS]]
-    found = [
-        *_group_candidates(calls, saved, memory, used, ms_of),
-        *_whole_candidates(stage, memory, durations, min_offload_bytes),
-    ]
+    found = list(_group_candidates(calls, saved, memory, used, ms_of))
+    # Full recomputation, from an input on the device or on the host.
+    again_ms = statistics.median(durations[ActionType.RECOMPUTE])
+    sizes = [one.untyped_storage().nbytes() for one in received]
+    moved = sum(size for size in sizes if size >= min_offload_bytes)
+    for num_bytes in (0, moved) if moved and not stage.is_first else (0,):
+        treatment = Treatment(apart=True, moved=EVERYTHING if num_bytes else frozenset())
+        found.append(Candidate(treatment, memory.checkpoint_bytes, num_bytes, again_ms))
     if not recompute:
         found = [one for one in found if not (one.treatment.again or one.treatment.apart)]
     keep = next(one for one in found if one.treatment == Treatment())
     transfer_ms = 0.0
-    if bandwidths is not None:
-        rates = bandwidths.under_compute
-        transfer_ms = 1e-6 / rates.d2h_gb_per_s + 1e-6 / rates.h2d_gb_per_s
+    if rate is not None:
+        transfer_ms = 1e-6 / rate.d2h_gb_per_s + 1e-6 / rate.h2d_gb_per_s
     chosen = choose(keep, found, most=max_modes, transfer_ms=transfer_ms)
     modes = [_measure_mode(stage, calls, one, memory, min_offload_bytes) for one in chosen]
     return StageMenu(tuple(modes), tuple(facts), tuple(_notes(stage, hidden, facts, used)))
@@ -817,18 +820,6 @@ def _group_candidates(
             if bool(num_bytes) == bool(moved):
                 treatment = Treatment(again=again, moved=moved)
                 yield Candidate(treatment, forward_bytes, num_bytes, ms)
-
-
-def _whole_candidates(
-    stage: StageUnderTest, memory: StageMemory, durations: Durations, min_bytes: int
-) -> Iterator[Candidate]:
-    """Yield full recomputation, from an input on the device or on the host."""
-    ms = statistics.median(durations[ActionType.RECOMPUTE])
-    yield Candidate(Treatment(apart=True), memory.checkpoint_bytes, 0, ms)
-    sizes = [one.untyped_storage().nbytes() for one in stage.receive()]
-    if not stage.is_first and (moved := sum(size for size in sizes if size >= min_bytes)):
-        treatment = Treatment(apart=True, moved=EVERYTHING)
-        yield Candidate(treatment, memory.checkpoint_bytes, moved, ms)
 
 
 def _measure_mode(

@@ -155,8 +155,10 @@ def operator_ms(operator: Operator, hardware: Hardware, efficiency: Efficiency) 
     FieldError
         If the accelerator has no products of the operator's precision.
     """
-    if operator.collective is not None:
-        return _collective_ms(operator.collective, hardware, efficiency)
+    if (sent := operator.collective) is not None:
+        rate = hardware.node_gb_per_s.value * 1e9 * efficiency.network
+        network_ms = 1e3 * sent.sent_bytes / rate + hardware.network_latency_ms
+        return network_ms if sent.ranks > 1 else 0.0
     cost = operator.cost
     seconds = 0.0
     for flops, share in (
@@ -179,13 +181,6 @@ def _peak_flops(hardware: Hardware, precision: str) -> float:
     if precision == "torch.float64" and hardware.generation in _WITH_DOUBLE:
         return hardware.peak_flops("fp32") / 2
     return hardware.peak_flops(precision)  # type: ignore[arg-type]
-
-
-def _collective_ms(one: Collective, hardware: Hardware, efficiency: Efficiency) -> float:
-    if one.ranks <= 1:
-        return 0.0
-    rate = hardware.node_gb_per_s.value * 1e9 * efficiency.network
-    return 1e3 * one.sent_bytes / rate + hardware.network_latency_ms
 
 
 # --- Classes of operators.

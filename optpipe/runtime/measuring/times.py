@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from optpipe.runtime.passes import WeightGradients
 
 __all__ = [
-    "Bandwidths",
     "Clock",
     "DevicePair",
     "Durations",
@@ -55,13 +54,12 @@ __all__ = [
     "device_facts",
     "device_name",
     "drop_gradients",
-    "known_messages",
-    "local_copies",
     "measure_bandwidths",
     "message_sizes",
     "ping_pong",
     "preserve_state",
     "select_device",
+    "time_messages",
     "time_pairs",
     "time_passes",
     "use_process_group",
@@ -81,18 +79,10 @@ class ForwardResult(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """GB/s (1e9) to the host and back."""
+    """Median GB/s (1e9) to the host and back, both directions busy while compute runs."""
 
     d2h_gb_per_s: float
     h2d_gb_per_s: float
-
-
-class Bandwidths(NamedTuple):
-    """Median bandwidths; ``under_compute`` has both directions busy while compute runs."""
-
-    alone: Rate
-    together: Rate
-    under_compute: Rate
 
 
 DevicePair = tuple[int, int]
@@ -109,7 +99,7 @@ class KnownDevice(NamedTuple):
     name: str
     memory_bytes: int
     reserved_bytes: int
-    bandwidths: Bandwidths
+    rate: Rate
     message_ms: Callable[[DevicePair, int], float]
     note: str
 
@@ -410,9 +400,9 @@ def _run_in_turn(forward: PairedPass, backward: PairedPass) -> None:
     backward.run()
 
 
-# --- Bandwidths to the host and back: alone, both directions together, and under compute. Copies
-# have the number, sizes and lanes of the stage's OFFLOAD and RELOAD. On the CPU, copies are
-# synchronous: both directions and compute take turns, and compute only makes the caches cold.
+# --- Bandwidths to the host and back. Copies have the number, sizes and lanes of the stage's
+# OFFLOAD and RELOAD. On the CPU, copies are synchronous: both directions and compute take turns,
+# and compute only makes the caches cold.
 
 _DOWN, _UP = 0, 1
 _CUDA_BYTES = 256 * 2**20
@@ -428,7 +418,7 @@ def measure_bandwidths(
     compute: Callable[[], None],
     compute_ms: float,
     repeats: int,
-) -> Bandwidths:
+) -> Rate:
     """Copy buffers of these sizes in bytes to the host and back, and return the median bandwidths.
 
     ``compute`` runs passes of the stage that take about ``compute_ms``. The medians are of
@@ -453,29 +443,27 @@ def measure_bandwidths(
             fence = copies.to_host(lanes[_DOWN]) if lane == _DOWN else copies.to_device(reloads)
         return start, clock.mark_after(fence, lane)
 
-    def rates(used: Sequence[int], passes: int | None = None) -> list[float]:
-        """Return the median GB/s of lanes, with ``passes`` of compute if not None."""
+    def rate(passes: int | None = None) -> Rate:
+        """Return the median GB/s of both lanes, with ``passes`` of compute if not None."""
         samples = []
         for _ in range(repeats + 1):
             if passes is not None:
                 compute()
-            marks = [issue(lane) for lane in used]
+            marks = [issue(lane) for lane in (_DOWN, _UP)]
             for _ in range(passes or 0):
                 compute()
             samples.append([clock.ms_between(start, end) for start, end in marks])
         medians = map(statistics.median, zip(*samples[1:], strict=True))
-        return [num_bytes / (max(ms, 1e-6) * 1e6) for ms in medians]
+        return Rate(*(num_bytes / (max(ms, 1e-6) * 1e6) for ms in medians))
 
-    alone = [*rates([_DOWN]), *rates([_UP])]
-    together = rates([_DOWN, _UP])
-    slowest_ms = num_bytes / (min(*alone, *together) * 1e6)
-    passes = math.ceil(slowest_ms / compute_ms) if copies.pinned and compute_ms > 0 else 0
-    return Bandwidths(Rate(*alone), Rate(*together), Rate(*rates([_DOWN, _UP], passes)))
+    if not copies.pinned or compute_ms <= 0:
+        return rate(0)
+    return rate(math.ceil(num_bytes / (min(rate()) * 1e6) / compute_ms))
 
 
 def device_facts(
     ranks: MeasuringRanks,
-    bandwidths: Sequence[Bandwidths | None],
+    rates: Sequence[Rate | None],
     memory_bytes: int | None,
     known: KnownDevice | None = None,
 ) -> tuple[DeviceFacts, ...]:
@@ -494,14 +482,14 @@ def device_facts(
             reserved = total - free - torch.cuda.memory_reserved(ranks.device)
             facts |= {"memory_bytes": total, "reserved_bytes": max(0, reserved)}
         else:
-            facts["memory_bytes"] = host_memory_bytes() // len(bandwidths)
+            facts["memory_bytes"] = host_memory_bytes() // len(rates)
         return facts | ({"memory_bytes": memory_bytes} if memory_bytes else {})
 
     found = []
-    for index, rates in enumerate(bandwidths):
+    for index, rate in enumerate(rates):
         facts = ranks.run_on(index, own_facts)
-        if rates is not None:
-            facts |= rates.under_compute._asdict()
+        if rate is not None:
+            facts |= rate._asdict()
         found.append(DeviceFacts(**facts))
     return tuple(found)
 
@@ -527,31 +515,35 @@ def message_sizes(boundary_bytes: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size > 0))
 
 
-def local_copies(
-    sizes_of: Mapping[DevicePair, Sequence[int]], clock: Clock, device: torch.device, repeats: int
+def time_messages(
+    boundary_bytes: Mapping[DevicePair, int],
+    ranks: MeasuringRanks,
+    instruments: Instruments,
+    repeats: int,
 ) -> tuple[Transfer, ...]:
-    """Time copies on one device, instead of messages between devices that do not exist."""
-    times: dict[int, list[float]] = {}
-    for size in sorted({size for sizes in sizes_of.values() for size in sizes}):
-        source, target = _zeros(size, device), _zeros(size, device)
-        times[size] = _timed(clock, [partial(target.copy_, source)], repeats)
-    return tuple(
-        Transfer(source=a, target=b, num_bytes=size, time_ms=ms)
-        for (a, b), sizes in sorted(sizes_of.items())
-        for size in sizes
-        for ms in times[size]
-    )
+    """Return the times of messages between devices: measured between ranks, or known.
 
-
-def known_messages(
-    sizes_of: Mapping[DevicePair, Sequence[int]], known: KnownDevice
-) -> tuple[Transfer, ...]:
-    """Return the times of messages between devices that are not there."""
-    return tuple(
-        Transfer(source=a, target=b, num_bytes=size, time_ms=known.message_ms((a, b), size))
-        for (a, b), sizes in sorted(sizes_of.items())
-        for size in sizes
-    )
+    One process times copies on its device, instead of messages between devices that do not exist.
+    """
+    sizes_of = {pair: message_sizes(size) for pair, size in sorted(boundary_bytes.items())}
+    clock, device, known = instruments.clock, ranks.device, instruments.known
+    if ranks.are_many:
+        return ping_pong(sizes_of, clock, device, ranks.group, repeats)
+    found = list[Transfer]()
+    copies: dict[int, list[float]] = {}
+    for pair, sizes in sizes_of.items():
+        for size in sizes:
+            if known is not None:
+                times = [known.message_ms(pair, size)]
+            else:
+                if size not in copies:
+                    copy = partial(_zeros(size, device).copy_, _zeros(size, device))
+                    copies[size] = _timed(clock, [copy], repeats)
+                times = copies[size]
+            found += [
+                Transfer(source=pair[0], target=pair[1], num_bytes=size, time_ms=ms) for ms in times
+            ]
+    return tuple(found)
 
 
 def ping_pong(

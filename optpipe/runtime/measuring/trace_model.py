@@ -119,20 +119,32 @@ def trace_config(
     if sequence < 1:
         raise InputError(f"sequence = {sequence}: must be at least 1; raise it")
     read = read_config(config)
-    whole = _Degree(read, sequence, kernels, lora)
+    whole = _trace_degree(read, sequence, kernels, lora)
     ranks, refused = [], []
     for tp in sorted(set(tps)):
         try:
-            degree = whole if tp == 1 else _trace_shards(read, sequence, tp, kernels, lora)
+            if tp == 1:
+                ranks.append(whole.rank)
+            elif kernels == "compiled" or lora is not None:
+                what = "compiled layers" if lora is None else "adapters"
+                raise InputError(f"{what} are traced on one device; choose tp 1")
+            else:
+                with use_fake_ranks(tp):
+                    mesh = init_device_mesh("cpu", (tp,))
+                    ranks.append(_trace_degree(read, sequence, kernels, mesh=mesh).rank)
         except OptPipeError as error:
             refused.append(RefusedDegree(tp=tp, reason=str(error)[:_MOST_LETTERS]))
-            continue
-        ranks.append(degree.rank(tp))
     if not ranks:
         raise FieldError(FieldRef("tp", refused[0].tp), f": {refused[0].reason}")
-    first, count = whole.first, whole.count
+    left_out = []
+    if "text_config" in config or "vision_config" in config:
+        left_out.append("what reads images or sound")
+    predictors = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    if any(getattr(read.text, name, 0) for name in predictors):
+        left_out.append("the multi-token prediction module")
+    first, count = whole.first, whole.parameters
     has_experts = any(one.is_moe for one in ranks[0].kinds)
-    products, scores = first.model_flops
+    products, scores = map(sum, zip(*first.flops, strict=True))
     return TracedModel(
         model_type=read.model_type,
         sequence=sequence,
@@ -151,82 +163,55 @@ def trace_config(
         lora=lora and TracedLora(rank=lora.rank, targets=tuple(sorted(lora.targets))),
         transformers=metadata.version("transformers"),
         torch=torch.__version__,
-        left_out=_left_out(config, read.text),
+        left_out=tuple(left_out),
     )
 
 
 _MOST_LETTERS = 500
 
 
-class _Degree:
-    """The traces of a model on one of its tensor-parallel ranks.
+class _Degree(NamedTuple):
+    """One tensor-parallel rank of a model, and its trace with one sequence."""
 
-    Attributes
-    ----------
-    first
-        The trace with one sequence.
-    """
-
-    def __init__(
-        self,
-        read: TextConfig,
-        sequence: int,
-        kernels: str,
-        lora: Lora | None = None,
-        mesh: DeviceMesh | None = None,
-    ) -> None:
-        model = build_model(read)
-        _check_positions(model, read.text, sequence)
-        if mesh is not None:
-            shard_layers(model, mesh)
-        self.count = ParameterCount(model, read.text)
-        if lora is not None:
-            add_adapters(model, lora)
-        self.first, second = (_Trace(model, self.count, kernels, (b, sequence)) for b in (1, 2))
-        if self.first.calls != second.calls:
-            raise InputError(
-                f"{type(model).__name__} calls other layers with two sequences than with one, so "
-                "its costs are not linear; describe it by its layers (optpipe/model/v1)"
-            )
-        both = zip(self.first.parts, second.parts, strict=True)
-        self._parts = [_join(one, two) for one, two in both]
-        self._tied_parameters = self.first.tied_parameters
-        experts = [one for one in model.parameters() if id(one) in self.count.experts]
-        self._divides_experts = any(count_elements(one) < one.numel() for one in experts)
-
-    def rank(self, tp: int) -> TracedRank:
-        """Return the costs of one of ``tp`` ranks."""
-        embedding, *kinds, head = self._parts
-        return TracedRank(
-            tp=tp,
-            expert_tp=tp if self._divides_experts else 1,
-            embedding=embedding,
-            kinds=tuple(kinds),
-            head=head,
-            tied_parameters=self._tied_parameters,
-        )
+    rank: TracedRank
+    first: _Trace
+    parameters: ParameterCount
 
 
-def _trace_shards(
-    read: TextConfig, sequence: int, tp: int, kernels: str, lora: Lora | None
+def _trace_degree(
+    read: TextConfig,
+    sequence: int,
+    kernels: str,
+    lora: Lora | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> _Degree:
-    """Return the first of ``tp`` ranks, of a model divided by transformers' own plan."""
-    if kernels == "compiled" or lora is not None:
-        what = "compiled layers" if lora is None else "adapters"
-        raise InputError(f"{what} are traced on one device; choose tp 1")
-    with use_fake_ranks(tp):
-        return _Degree(read, sequence, kernels, mesh=init_device_mesh("cpu", (tp,)))
-
-
-def _left_out(data: dict[str, Any], text: Any) -> tuple[str, ...]:
-    found = []
-    if "text_config" in data or "vision_config" in data:
-        found.append("what reads images or sound")
-    if any(
-        getattr(text, name, 0) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-    ):
-        found.append("the multi-token prediction module")
-    return tuple(found)
+    model = build_model(read)
+    _check_positions(model, read.text, sequence)
+    if mesh is not None:
+        shard_layers(model, mesh)
+    count = ParameterCount(model, read.text)
+    if lora is not None:
+        add_adapters(model, lora)
+    first, second = (_Trace(model, count, kernels, (batch, sequence)) for batch in (1, 2))
+    if first.calls != second.calls:
+        raise InputError(
+            f"{type(model).__name__} calls other layers with two sequences than with one, so "
+            "its costs are not linear; describe it by its layers (optpipe/model/v1)"
+        )
+    both = zip(first.parts, second.parts, strict=True)
+    embedding, *kinds, head = (_join(one, two) for one, two in both)
+    tp = 1 if mesh is None else mesh.size()
+    experts = [one for one in model.parameters() if id(one) in count.experts]
+    divides_experts = any(count_elements(one) < one.numel() for one in experts)
+    rank = TracedRank(
+        tp=tp,
+        expert_tp=tp if divides_experts else 1,
+        embedding=embedding,
+        kinds=tuple(kinds),
+        head=head,
+        tied_parameters=first.tied_parameters,
+    )
+    return _Degree(rank, first, count)
 
 
 def _count_groups(config: Any) -> int:
@@ -260,17 +245,6 @@ _OFFSET = 8
 # --- Work.
 
 
-def _total(operators: Iterable[Operator]) -> PassCost:
-    total = PassCost()
-    for one in operators:
-        total = total.plus(one.cost)
-    return total
-
-
-def _launches(operators: Iterable[Operator]) -> int:
-    return sum(one.launches for one in operators)
-
-
 class _Backward(NamedTuple):
     """Operators of I and W, the bytes that W needs after I, and what I needs while it runs."""
 
@@ -280,61 +254,49 @@ class _Backward(NamedTuple):
     workspace_bytes: int
 
 
-def _sent(ahead: list[Operator], back: _Backward) -> dict[str, int]:
-    """Return what tensor-parallel ranks exchange in the passes of a part."""
-    passes = {"forward": ahead, "backward": back.input + back.weight}
-    return {
-        f"{name}_sent_bytes": round(sum(one.collective.sent_bytes for one in log if one.collective))
-        for name, log in passes.items()
-    }
-
-
-def _work(ahead: list[Operator], back: _Backward) -> dict[str, PassCost]:
-    return {
-        "forward": _total(ahead),
-        "backward_input": _total(back.input),
-        "backward_weight": _total(back.weight),
-    }
-
-
 class _PartCosts(NamedTuple):
     """A part of a model with one micro-batch; fields are those of `TracedLayer`."""
 
     name: str
     is_moe: bool
     parameters: TracedParameters
-    work: dict[str, PassCost]
+    work: dict[str, list[Operator]]
     sizes: dict[str, int]
-    forward_launches: int
-    backward_launches: int
 
 
 def _join(one: _PartCosts, two: _PartCosts) -> TracedLayer:
     """Return the costs as lines through those with one and with two sequences."""
-    work = {}
-    for name, cost in one.work.items():
+    found: dict[str, Any] = {}
+    for name in one.work:
+        totals = []
+        for part in (one, two):
+            total = PassCost()
+            for operator in part.work[name]:
+                total = total.plus(operator.cost)
+            totals.append(total)
         fields = {
-            field: (getattr(cost, field), getattr(two.work[name], field))
+            field: tuple(getattr(total, field) for total in totals)
             for field in TracedWork.model_fields
         }
         each = {field: max(0.0, b - a) for field, (a, b) in fields.items()}
-        work[name] = LinearWork(
+        found[name] = LinearWork(
             fixed=TracedWork(**{field: a - each[field] for field, (a, _) in fields.items()}),
             each=TracedWork(**each),
         )
-    sizes = {}
-    for name, a in one.sizes.items():
-        each_bytes = max(0, two.sizes[name] - a)
-        sizes[name] = LinearBytes(fixed_bytes=a - each_bytes, each_bytes=each_bytes)
-    return TracedLayer(
-        name=one.name,
-        is_moe=one.is_moe,
-        parameters=one.parameters,
-        forward_launches=float(one.forward_launches),
-        backward_launches=float(one.backward_launches),
-        **work,
-        **sizes,
-    )
+    sizes = {name: (size, two.sizes[name]) for name, size in one.sizes.items()}
+    for name, passes in (
+        ("forward", ["forward"]),
+        ("backward", ["backward_input", "backward_weight"]),
+    ):
+        logs = [[ran for kind in passes for ran in part.work[kind]] for part in (one, two)]
+        found[f"{name}_launches"] = float(sum(ran.launches for ran in logs[0]))
+        # What tensor-parallel ranks exchange.
+        a, b = (sum(ran.collective.sent_bytes for ran in log if ran.collective) for log in logs)
+        sizes[f"{name}_sent_bytes"] = round(a), round(b)
+    for name, (a, b) in sizes.items():
+        each_bytes = max(0, b - a)
+        found[name] = LinearBytes(fixed_bytes=a - each_bytes, each_bytes=each_bytes)
+    return TracedLayer(name=one.name, is_moe=one.is_moe, parameters=one.parameters, **found)
 
 
 class _Gradients(WeightGradients):
@@ -449,8 +411,8 @@ class _Trace:
         Embedding, kinds, head.
     hidden, vocab
         Columns of what the first block takes, and of the logits.
-    model_flops
-        FLOPs of F of the micro-batch: `WorkLog.products` and `WorkLog.scores`.
+    flops
+        FLOPs of F of each call, and of what is around: `WorkLog.products` and `WorkLog.scores`.
     tied_parameters
         Parameters of the head that the embedding has too.
     """
@@ -488,7 +450,7 @@ class _Trace:
         self._counted: set[int] = set()
         self._known: dict[Any, tuple[int, Any]] = {}
         self._layers: list[_PartCosts] = []
-        self._flops: list[tuple[float, float]] = []
+        self.flops: list[tuple[float, float]] = []
         self._weights = storages_of([*model.parameters(), *model.buffers()])
         self._shared = SavedStorages(self._weights)
         self._tokens = torch.empty(shape, dtype=torch.int64, device=_META)
@@ -508,7 +470,7 @@ class _Trace:
             try:
                 self._forward()
                 self.parts = [*self._around_blocks()]
-                self._flops = [self._flops[index] for index in self.calls] + self._flops[-1:]
+                self.flops = [self.flops[index] for index in self.calls] + self.flops[-1:]
             except OptPipeError:
                 raise
             except Exception as error:
@@ -520,16 +482,23 @@ class _Trace:
         self.hidden = 0
         self._ran.clear()
         self._begin_segment()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        with hooks:
-            logits = _logits_of(self._model(input_ids=self._tokens, use_cache=False))
-            self.vocab = logits.shape[-1]
-            loss = _loss(logits, self._tokens, self._kernels)
+
+        def pack(tensor: Tensor) -> Tensor:
+            return self._saved.pack(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self._model(input_ids=self._tokens, use_cache=False)
+            if not isinstance(output, Tensor):
+                output = output.logits if hasattr(output, "logits") else output[0]
+            self.vocab = output.shape[-1]
+            if self._kernels == "fused":
+                loss = fused_loss(output, self._tokens)
+            else:
+                from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415
+
+                loss = ForCausalLMLoss(output, self._tokens, vocab_size=self.vocab)
         self._end_segment()
         return loss
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        return self._saved.pack(tensor)
 
     def _begin_segment(self) -> None:
         self._saved = SavedStorages(self._weights)
@@ -606,7 +575,7 @@ class _Trace:
             with hooks:
                 output, peak = meter.watch(run)
             ahead = log.since(mark)
-            self._flops.append((log.products - before[0], log.scores - before[1]))
+            self.flops.append((log.products - before[0], log.scores - before[1]))
             workspace = peak - meter.live_bytes()
             back = self._backward(_trained(output), meter)
             experts.end()
@@ -621,11 +590,13 @@ class _Trace:
             parameters=self._parameters(
                 one for one in block.parameters() if id(one) not in self._counted
             ),
-            work=_work(ahead, back)
-            | {
-                "experts_forward": _total(experts.forward),
-                "experts_backward_input": _total(experts.backward),
-                "experts_backward_weight": _total(gradients.experts),
+            work={
+                "forward": ahead,
+                "backward_input": back.input,
+                "backward_weight": back.weight,
+                "experts_forward": experts.forward,
+                "experts_backward_input": experts.backward,
+                "experts_backward_weight": gradients.experts,
             },
             sizes={
                 "saved_bytes": saved.count(),
@@ -634,10 +605,7 @@ class _Trace:
                 "forward_workspace_bytes": workspace,
                 "weight_context_bytes": back.context_bytes,
                 "backward_workspace_bytes": back.workspace_bytes,
-            }
-            | _sent(ahead, back),
-            forward_launches=_launches(ahead),
-            backward_launches=_launches(back.input) + _launches(back.weight),
+            },
         )
         gradients.experts = []
         self._counted |= {id(one) for one in block.parameters()}
@@ -675,7 +643,7 @@ class _Trace:
             meter = stack.enter_context(meter_for(_META, resident))
             flops = self._log.products, self._log.scores
             loss, peak = meter.watch(self._forward)
-            self._flops.append((self._log.products - flops[0], self._log.scores - flops[1]))
+            self.flops.append((self._log.products - flops[0], self._log.scores - flops[1]))
             workspace = peak - meter.live_bytes()
             last = len(self.calls)
             head = self._backward([loss], meter)
@@ -696,33 +664,34 @@ class _Trace:
             name="embedding",
             is_moe=False,
             parameters=self._parameters(one for one in outside if min(homes[id(one)]) < last),
-            work=_work(looked_up, first),
+            work={
+                "forward": looked_up,
+                "backward_input": first.input,
+                "backward_weight": first.weight,
+            },
             sizes={
                 "saved_bytes": saved.count(),
                 "checkpoint_bytes": ids,
                 "weight_context_bytes": first.context_bytes,
                 "backward_workspace_bytes": first.workspace_bytes,
-            }
-            | _sent(looked_up, first),
-            forward_launches=_launches(looked_up),
-            backward_launches=_launches(first.input) + _launches(first.weight),
+            },
         )
         yield from self._layers
-        ahead = self._log.work[start:end]
         yield _PartCosts(
             name="head",
             is_moe=False,
             parameters=self._parameters(one for one in outside if max(homes[id(one)]) == last),
-            work=_work(ahead, head),
+            work={
+                "forward": self._log.work[start:end],
+                "backward_input": head.input,
+                "backward_weight": head.weight,
+            },
             sizes={
                 "saved_bytes": after.count(),
                 "weight_context_bytes": head.context_bytes,
                 "forward_workspace_bytes": workspace,
                 "backward_workspace_bytes": head.workspace_bytes,
-            }
-            | _sent(ahead, head),
-            forward_launches=_launches(ahead),
-            backward_launches=_launches(head.input) + _launches(head.weight),
+            },
         )
 
     def _note_home(self, module: nn.Module, args: Any) -> None:
@@ -737,11 +706,6 @@ class _Trace:
             kind = "experts" if id(one) in self._count.experts else "common"
             sizes[kind if one.requires_grad else f"frozen_{kind}"] += count_elements(one)
         return TracedParameters(**sizes)
-
-    @property
-    def model_flops(self) -> tuple[float, float]:
-        """See the class."""
-        return sum(a for a, _ in self._flops), sum(b for _, b in self._flops)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -768,23 +732,6 @@ def _fresh(value: Any) -> Any:
     return torch.empty_like(value).requires_grad_(value.requires_grad)
 
 
-def _logits_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return logits
-
-
-def _loss(logits: Tensor, labels: Tensor, kernels: str) -> Tensor:
-    """Return the mean cross-entropy of the next tokens, as transformers computes it."""
-    if kernels == "fused":
-        return fused_loss(logits, labels)
-    from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415
-
-    loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1])
-    return loss
-
-
 def _refuse(model: nn.Module, kernels: str, error: Exception) -> InputError:
     """Return the error for a model whose code does not run on tensors without data."""
     names = {id(one): name for name, one in model.named_modules()}
@@ -806,23 +753,6 @@ def _refuse(model: nn.Module, kernels: str, error: Exception) -> InputError:
     )
 
 
-def _read_question(text: str) -> dict[str, Any]:
-    """Return a question. Raises `InputError` for other JSON values, and for text that is none."""
-    try:
-        question = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"the question is not JSON: {error}; give a JSON object") from None
-    fields = {"config": dict, "sequence": int}
-    known = question if isinstance(question, dict) else {}
-    wrong = [name for name, kind in fields.items() if not isinstance(known.get(name), kind)]
-    if wrong:
-        raise InputError(
-            f"the question has no {' and no '.join(wrong)}: it must have an object config and a "
-            "whole number sequence; give both"
-        )
-    return known
-
-
 def main() -> int:
     """Answer the question on standard input, and return the exit status: 0, or 2 if refused.
 
@@ -833,7 +763,18 @@ def main() -> int:
     from optpipe.planning.shape import Lora  # noqa: PLC0415
 
     try:
-        question = _read_question(sys.stdin.read())
+        try:
+            question = json.loads(sys.stdin.read())
+        except ValueError as error:
+            raise InputError(f"the question is not JSON: {error}; give a JSON object") from None
+        question = question if isinstance(question, dict) else {}
+        fields = {"config": dict, "sequence": int}
+        wrong = [name for name, kind in fields.items() if not isinstance(question.get(name), kind)]
+        if wrong:
+            raise InputError(
+                f"the question has no {' and no '.join(wrong)}: it must have an object config and "
+                "a whole number sequence; give both"
+            )
         for kind, name in ((resource.RLIMIT_AS, "memory_bytes"), (resource.RLIMIT_CPU, "seconds")):
             if (limit := question.get(name)) is not None:
                 resource.setrlimit(kind, (limit, limit))

@@ -28,7 +28,7 @@ from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.kernels import with_leaf_kernels
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.operators import OperatorLog, operator_ms, tensors_in
-from optpipe.runtime.measuring.times import Bandwidths, Instruments, KnownDevice, Rate
+from optpipe.runtime.measuring.times import Instruments, KnownDevice, Rate
 from optpipe.runtime.offload import PlainCopies
 from optpipe.runtime.preflight import describe
 from optpipe.runtime.torch_names import (
@@ -86,7 +86,7 @@ def trace_instruments(hardware: Hardware, efficiency: Efficiency | None = None) 
             name=f"{hardware.title}, traced",
             memory_bytes=int(hardware.memory_bytes.value),
             reserved_bytes=reserved_bytes(hardware),
-            bandwidths=Bandwidths(rate, rate, rate),
+            rate=rate,
             message_ms=partial(_message_ms, hardware, reached),
             note=f"Traced: no pass ran on a GPU. Times are those of a {hardware.title}, computed "
             "from the FLOPs and bytes of each operator, with these shares of its peak rates: "
@@ -207,7 +207,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*self._on_host(args), **kwargs)
         result = func(*args, **kwargs)
         results = tensors_in(result) if are_known else []
-        if results and all(map(_may_be_known, results)) and _is_repeatable(func):
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        is_filled = not is_random and "empty" not in func.overloadpacket.__name__
+        if results and is_filled and all(map(_may_be_known, results)):
             on_host = self._on_host(kwargs) | ({"device": "cpu"} if "device" in kwargs else {})
             values = tensors_in(func(*self._on_host(args), **on_host))
             self._values.update(zip(results, values, strict=True))
@@ -224,10 +226,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _on_host(self, value: Any) -> Any:
         """Return arguments with the known values of tensors."""
-        return tree_map(lambda one: self._values[one] if self._is_known(one) else one, value)
 
-    def _is_known(self, one: object) -> bool:
-        return isinstance(one, Tensor) and one in self._values
+        def known(one: Any) -> Any:
+            is_known = isinstance(one, Tensor) and one in self._values
+            return self._values[one] if is_known else one
+
+        return tree_map(known, value)
 
 
 def _may_be_known(tensor: Tensor) -> bool:
@@ -236,11 +240,6 @@ def _may_be_known(tensor: Tensor) -> bool:
         and not (tensor.is_floating_point() or tensor.is_complex())
         and tensor.numel() <= _MAX_KNOWN
     )
-
-
-def _is_repeatable(func: Any) -> bool:
-    name = func.overloadpacket.__name__
-    return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in name
 
 
 # --- Modules without data.
@@ -260,7 +259,11 @@ def without_data(value: Value) -> Value:
         If something in a module cannot be copied.
     """
     # `copy.deepcopy` returns these for the parts, by their identity.
-    copies: dict[int, Any] = {id(one): one for one in _parts_of(value) if _is_bare(one)}
+    copies: dict[int, Any] = {}
+    for part in _parts_of(value):
+        tensors = [part] if isinstance(part, Tensor) else [*part.parameters(), *part.buffers()]
+        if tensors and all(one.is_meta for one in tensors):
+            copies[id(part)] = part
     with _Bare():
         try:
             copied = copy.deepcopy(value, copies)
@@ -282,11 +285,6 @@ def _parts_of(value: Any) -> Iterator[Tensor | nn.Module]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _parts_of(one)
-
-
-def _is_bare(part: Tensor | nn.Module) -> bool:
-    tensors = [part] if isinstance(part, Tensor) else [*part.parameters(), *part.buffers()]
-    return bool(tensors) and all(one.is_meta for one in tensors)
 
 
 class _Bare(TorchFunctionMode):

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optpipe.errors import MissingExtraError, PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.passes import CLASS_FORWARD
+from optpipe.runtime.trainers import require_framework
 from optpipe.runtime.trainers.split import (
     Passed,
     Tie,
@@ -44,10 +45,15 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Stages", "build_stages", "is_language_model", "loss_of", "shard_layers", "split"]
-
-_MAJOR: Final = 5
-"""Of transformers, in which a layer's kind and masks are looked up in the configuration."""
+__all__ = [
+    "Stages",
+    "build_stages",
+    "is_language_model",
+    "loss_of",
+    "require_transformers",
+    "shard_layers",
+    "split",
+]
 
 _TESTED: Final = frozenset(
     {
@@ -90,7 +96,7 @@ def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = Tr
         to its loss what `loss_of` does not add. If it has no values and its kind is not tested, and
         ``check`` is not False.
     """
-    _require_transformers()
+    require_transformers()
     base: Any = getattr(model, "base_model", None)
     config: Any = getattr(model, "config", None)
     if not is_language_model(model):
@@ -112,7 +118,8 @@ def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = Tr
             for name in ("wpe", "drop"):
                 if hasattr(decoder, name):
                     setattr(decoder, name, _Nothing() if name == "wpe" else Passed())
-        part.forward = MethodType(_of_states if index else _of_tokens, part)
+        part.takes_tokens = not index  # type: ignore[assignment]
+        part.forward = MethodType(_run_stage, part)
         stages.append(part)
     stages.ties = ties_of(stages)
     if check:
@@ -151,7 +158,7 @@ def build_stages(
     MissingExtraError, PreflightError
         As `split`.
     """
-    _require_transformers()
+    require_transformers()
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -235,7 +242,7 @@ def _share_again(owners: Iterable[list[tuple[nn.Module, str]]]) -> None:
 
 def _plan_for(model: nn.Module, tp: int) -> dict[str, str]:
     """Return transformers' plan for a model: name of a module or parameter -> style."""
-    _require_transformers()
+    require_transformers()
     from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
     from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
@@ -320,7 +327,7 @@ def loss_of(config: Any) -> Callable[..., Tensor]:
     PreflightError
         If the configuration says that the model adds the auxiliary loss of its routers.
     """
-    _require_transformers()
+    require_transformers()
     if getattr(config, "output_router_logits", False):
         raise PreflightError(
             "config.output_router_logits is True: the model adds to its loss the auxiliary loss of "
@@ -340,19 +347,9 @@ def loss_of(config: Any) -> Callable[..., Tensor]:
     return loss
 
 
-def _require_transformers() -> None:
-    try:
-        version = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        raise MissingExtraError(
-            "transformers is not installed, and its models are to be split; "
-            f"pip install 'transformers=={_MAJOR}.*'"
-        ) from None
-    if version.split(".")[0] != str(_MAJOR):
-        raise MissingExtraError(
-            f"transformers {version} is installed, but stages are called as models of "
-            f"{_MAJOR}.* are; pip install 'transformers=={_MAJOR}.*'"
-        )
+def require_transformers() -> None:
+    """Refuse another transformers than 5, which finds kinds of layers and masks in the config."""
+    require_framework("transformers", "5", "models are built and called as those of 5.* are")
 
 
 class _Nothing(nn.Module):
@@ -378,38 +375,22 @@ def _keep_layers(part: Any, config: Any, start: int, end: int) -> None:
         module.config = own
 
 
-def _of_tokens(
+def _run_stage(
     self: Any,
-    input_ids: Tensor,
+    given: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Run the first stage's layers."""
-    return _run(self, attention_mask, position_ids, input_ids=input_ids)
-
-
-def _of_states(
-    self: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-) -> Tensor:
-    """Run the layers of a later stage."""
-    return _run(self, attention_mask, position_ids, inputs_embeds=hidden_states)
-
-
-def _run(
-    stage: Any, attention_mask: Tensor | None, position_ids: Tensor | None, **given: Tensor
-) -> Tensor:
+    """Run a stage's layers on token ids (first stage) or hidden states; return its output."""
     found: Tensor = (
-        type(stage)
+        type(self)
         .forward(
-            stage,
+            self,
             attention_mask=attention_mask,
             position_ids=position_ids,
             use_cache=False,
             return_dict=True,
-            **given,
+            **{"input_ids" if self.takes_tokens else "inputs_embeds": given},
         )
         .logits
     )

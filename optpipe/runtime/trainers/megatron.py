@@ -20,22 +20,22 @@ hooks that are not public.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from optpipe.errors import MissingExtraError, PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.passes import WeightGradients, cannot_return_gradients
 from optpipe.runtime.preflight import TensorShape, num_microbatches_of
 from optpipe.runtime.runner import PipelineRunner
 from optpipe.runtime.torch_names import adds_to_grad
+from optpipe.runtime.trainers import require_framework
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
@@ -140,45 +140,33 @@ class _ParallelProduct(torch.autograd.Function):
             if ctx.group is not None:
                 dist.all_reduce(input_gradient, group=ctx.group)
         bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
-        deferred = _Deferral(ctx.weight, bias, layer_input.detach(), output_gradient)
+        factors = layer_input.detach(), output_gradient
+        make = partial(_make_gradients, ctx.weight, bias, *factors)
         anchor, _ = ctx.next_functions[1]
         if not adds_to_grad(anchor):
             raise cannot_return_gradients(
                 "a parallel layer of Megatron-Core", "use a plain nn.Linear there"
             )
         if ctx.sink.defers:
-            ctx.sink.put_aside(deferred.make, (deferred.layer_input, output_gradient))
+            ctx.sink.put_aside(make, factors)
         else:
-            deferred.make()
+            make()
         return input_gradient, None, None, None, None
 
 
-class _Deferral(NamedTuple):
-    """The tensors from which the gradients of one parallel layer are computed."""
+def _make_gradients(
+    weight: Tensor, bias: Tensor | None, layer_input: Tensor, output_gradient: Tensor
+) -> None:
+    """Make the gradients of weight and bias, and hand them to autograd, which runs the hooks."""
+    with torch.no_grad():
+        rows = output_gradient.reshape(-1, weight.shape[0])
+        gradients = [rows.t().matmul(layer_input.reshape(-1, weight.shape[1]).conj())]
+        if bias is not None:
+            gradients.append(rows.sum(dim=0))
+    with torch.enable_grad():
+        seen = [one.view_as(one) for one in (weight, bias) if one is not None]
+    torch.autograd.backward(seen, gradients)
 
-    weight: Tensor
-    bias: Tensor | None
-    layer_input: Tensor
-    output_gradient: Tensor
-
-    def gradients(self) -> tuple[Tensor, Tensor | None]:
-        """Return those of weight and bias."""
-        rows = self.output_gradient.reshape(-1, self.weight.shape[0])
-        inputs = self.layer_input.reshape(-1, self.weight.shape[1])
-        return rows.t().matmul(inputs.conj()), None if self.bias is None else rows.sum(dim=0)
-
-    def make(self) -> None:
-        """Make them, and hand them to autograd, whose hooks take them from there."""
-        with torch.no_grad():
-            gradients = self.gradients()
-        parameters = [one for one in (self.weight, self.bias) if one is not None]
-        with torch.enable_grad():
-            seen = [one.view_as(one) for one in parameters]
-        torch.autograd.backward(seen, [one for one in gradients if one is not None])
-
-
-_VERSIONS: Final = "0.16"
-"""Of Megatron-Core, whose `forward_step` is called; other minors change its parameters."""
 
 _REFUSED: Final = {
     "variable_seq_lengths": "boundary tensors of a step have one shape",
@@ -213,19 +201,9 @@ def forward_backward_func(
     MissingExtraError
         If Megatron-Core is missing or of another version than 0.16.
     """
-    try:
-        version = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        raise MissingExtraError(
-            "megatron-core is not installed, and its training loop calls this; "
-            f"pip install 'megatron-core=={_VERSIONS}.*'"
-        ) from None
-    if not version.startswith(f"{_VERSIONS}."):
-        raise MissingExtraError(
-            f"megatron-core {version} is installed, but a schedule runs in the training loop of "
-            f"{_VERSIONS} only, whose forward_step it calls; pip install "
-            f"'megatron-core=={_VERSIONS}.*'"
-        )
+    # Other minor versions change the parameters of `forward_step`.
+    why = "a schedule runs in the training loop of 0.16 only, whose forward_step it calls"
+    require_framework("megatron-core", "0.16", why)
     return ScheduledForwardBackward(schedule, problem, options)
 
 
@@ -526,11 +504,8 @@ class _Items:
         self._read: dict[int, Any] = {}
         self._num_read = 0
 
-    def of(self, microbatch: int) -> Any:
-        """Return an iterator over the one item of a micro-batch; None if there is none."""
-        return None if self._iterator is None else self._only(microbatch)
-
-    def _only(self, microbatch: int) -> Iterator[Any]:
+    def of(self, microbatch: int) -> Iterator[Any]:
+        """Yield the one item of a micro-batch."""
         while self._num_read <= microbatch:
             self._read[self._num_read] = next(self._iterator)
             self._num_read += 1
@@ -561,12 +536,13 @@ class _Chunk(nn.Module):
         self._is_last = is_last
         self._random_states: dict[int, Any] = {}
         self._batch: _Batch
-        self._items: _Items
+        self._items: _Items | None = None
         self._is_begun = False
 
     def begin(self, batch: _Batch, iterator: Any) -> None:
         """Prepare for a step."""
-        self._batch, self._items = batch, _Items(iterator)
+        self._batch = batch
+        self._items = None if iterator is None else _Items(iterator)
         self._random_states.clear()
         self._is_begun = False
 
@@ -582,7 +558,7 @@ class _Chunk(nn.Module):
         with self._random_state_of(microbatch):
             output, num_tokens = forward_step(
                 batch.forward_step_func,
-                self._items.of(microbatch),
+                self._items and self._items.of(microbatch),
                 self.model,
                 batch.num_microbatches,
                 received[0] if received else None,
@@ -595,10 +571,17 @@ class _Chunk(nn.Module):
                 vp_stage=self._vp_stage,
                 is_last_stage=self._is_last,
             )
-        if microbatch not in self._random_states:
+        if self._items is not None and microbatch not in self._random_states:
             self._items.drop(microbatch)
         if not self._is_last:
-            return self._checked(output)
+            wanted = self.config.pipeline_dtype
+            if not isinstance(output, Tensor) or output.dtype != wanted:
+                found = output.dtype if isinstance(output, Tensor) else type(output).__name__
+                raise PreflightError(
+                    f"a model chunk returned {found}, pipeline_dtype is {wanted}: what is sent has "
+                    "that type; set it to what the model returns"
+                )
+            return output
         batch.tokens[microbatch] = num_tokens
         batch.data.update((microbatch, one) for one in store)
         if batch.forward_only:
@@ -606,15 +589,6 @@ class _Chunk(nn.Module):
             return torch.zeros(())
         scale = self.config.grad_scale_func
         return output if scale is None else scale(output)  # type: ignore[no-any-return]
-
-    def _checked(self, output: Any) -> Tensor:
-        if not isinstance(output, Tensor) or output.dtype != self.config.pipeline_dtype:
-            found = output.dtype if isinstance(output, Tensor) else type(output).__name__
-            raise PreflightError(
-                f"a model chunk returned {found}, pipeline_dtype is {self.config.pipeline_dtype}: "
-                "what is sent has that type; set it to what the model returns"
-            )
-        return output
 
     @contextmanager
     def _random_state_of(self, microbatch: int) -> Iterator[None]:
@@ -635,13 +609,12 @@ class _Chunk(nn.Module):
         tracker.set_states(now)
 
 
-def _timed(config: Any) -> Any:
-    """Let Megatron's timers count the whole."""
-    return nullcontext() if config.timers is None else _timer(config)
-
-
 @contextmanager
-def _timer(config: Any) -> Iterator[None]:
+def _timed(config: Any) -> Iterator[None]:
+    """Let Megatron's timers, if it has some, count the whole."""
+    if config.timers is None:
+        yield
+        return
     timer = config.timers("forward-backward", log_level=1)
     timer.start(barrier=config.barrier_with_L1_time)
     yield

@@ -227,7 +227,7 @@ def check_stages(
         with ExitStack() as stack, torch.enable_grad():
             for module in (model, *stages):
                 stack.enter_context(untouched(module, device))
-            return _outcome_of(outputs_of(), list(named.values()))
+            return _outcome_of(outputs_of(), named)
 
     try:
         for mode in ("in the modes of its modules", "in evaluation"):
@@ -235,7 +235,7 @@ def check_stages(
                 for module in modes:
                     module.training = False
             expected, found = run(run_model), run(run_stages)
-            differ = partial(_difference, names=list(named), epsilon=epsilon, is_exact=is_exact)
+            differ = partial(_difference, epsilon=epsilon, is_exact=is_exact)
             if difference := differ(expected, found):
                 if own := differ(expected, run(run_model)):
                     raise PreflightError(
@@ -254,18 +254,17 @@ def check_stages(
 
 
 class _ComparedValues(NamedTuple):
-    """Outputs and gradients of a run on a sample."""
+    """Outputs and gradients of a run on a sample, each tensor with its name."""
 
     outputs: list[tuple[str, Tensor]]
-    """All tensors, each with the name of its output."""
-    gradients: Sequence[Tensor | None]
-    """By parameter; None if the outputs do not depend on it."""
+    gradients: list[tuple[str, Tensor]]
+    """Zero where the outputs do not depend on a parameter."""
 
 
-def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _ComparedValues:
+def _outcome_of(named: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> _ComparedValues:
     """Return outputs, and the gradients of their products with random numbers."""
     outputs = [
-        (name, leaf)
+        (f"the {name}", leaf)
         for name, output in named.items()
         for leaf in tree_leaves(output)
         if isinstance(leaf, Tensor)
@@ -277,20 +276,21 @@ def _outcome_of(named: Mapping[str, Any], parameters: Sequence[Tensor]) -> _Comp
         for leaf in (_real(leaf) for _, leaf in outputs)
         if leaf.requires_grad
     ]
-    gradients: Sequence[Tensor | None] = [None] * len(parameters)
+    gradients: Iterable[Tensor] = ()
     if products and parameters:
         total = torch.stack([one.sum().to(products[0]) for one in products]).sum()
-        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    return _ComparedValues([(name, leaf.detach()) for name, leaf in outputs], gradients)
+        gradients = torch.autograd.grad(total, list(parameters.values()), materialize_grads=True)
+    return _ComparedValues(
+        [(name, leaf.detach()) for name, leaf in outputs],
+        [
+            (f"the gradient of {name}, not in outputs", one)
+            for name, one in zip(parameters, gradients, strict=False)
+        ],
+    )
 
 
 def _difference(
-    expected: _ComparedValues,
-    found: _ComparedValues,
-    *,
-    names: Sequence[str],
-    epsilon: float,
-    is_exact: bool,
+    expected: _ComparedValues, found: _ComparedValues, *, epsilon: float, is_exact: bool
 ) -> str:
     """Return what differs, and by how much; "" if nothing does but by rounding to ``epsilon``.
 
@@ -299,37 +299,24 @@ def _difference(
     """
     if len(expected.outputs) != len(found.outputs):
         return f"the number of outputs: {len(found.outputs)} instead of {len(expected.outputs)}"
-    for (name, output), (_, other) in zip(expected.outputs, found.outputs, strict=True):
+    for name, output in expected.outputs:
         if output.isnan().any():
             raise PreflightError(
-                f"the {name} of the model is NaN on the sample, so nothing can be compared with "
+                f"{name} of the model is NaN on the sample, so nothing can be compared with "
                 "it; give a sample on which it is a number"
             )
-        if text := _apart(output, other, epsilon, is_exact=is_exact):
-            return f"the {name}: {text}"
-    largest = max((_mean_size(one) for one in expected.gradients if one is not None), default=0.0)
-    pairs = zip(expected.gradients, found.gradients, strict=True)
-    for name, (wanted, given) in zip(names, pairs, strict=True):
-        # A parameter that nothing uses has no gradient, which is as good as zero.
-        some = given if wanted is None else wanted
-        if some is None:
-            continue
-        zero = torch.zeros_like(some)
-        text = _apart(
-            zero if wanted is None else wanted,
-            zero if given is None else given,
-            epsilon,
-            largest,
-            is_exact=is_exact,
-        )
-        if text:
-            return f"the gradient of {name}, not in outputs: {text}"
+    largest = max((_mean_size(one) for _, one in expected.gradients), default=0.0)
+    for wanted, given, size in (
+        (expected.outputs, found.outputs, 0.0),
+        (expected.gradients, found.gradients, largest),
+    ):
+        for (name, one), (_, other) in zip(wanted, given, strict=True):
+            if text := _apart(one, other, epsilon, size, is_exact=is_exact):
+                return f"{name}: {text}"
     return ""
 
 
-def _apart(
-    wanted: Tensor, given: Tensor, epsilon: float, largest: float = 0.0, *, is_exact: bool
-) -> str:
+def _apart(wanted: Tensor, given: Tensor, epsilon: float, largest: float, *, is_exact: bool) -> str:
     """Return by how much two tensors differ; "" if they are equal up to rounding.
 
     Root mean squares are compared: where many elements change by less than their rounding, some

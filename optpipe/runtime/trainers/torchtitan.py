@@ -13,13 +13,13 @@ runs a step is ours. The placement is the schedule's: a loop, a V or any other.
 
 from __future__ import annotations
 
-from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from optpipe.errors import MissingExtraError, PreflightError
+from optpipe.errors import PreflightError
 from optpipe.runtime.passes import treat_as_plain
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.runner import PipelineRunner
+from optpipe.runtime.trainers import require_framework
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from optpipe.schedule import Schedule
 
 __all__ = ["TitanSchedule", "pipeline_llm"]
-
-_VERSIONS: Final = "0.3"
-"""Of torchtitan, whose helpers split the model."""
 
 
 def pipeline_llm(
@@ -75,7 +72,7 @@ def pipeline_llm(
     PreflightError
         If the configuration's micro-batches or parts are not the schedule's.
     """
-    _require_torchtitan()
+    require_framework("torchtitan", "0.3", "its model is split by helpers of 0.3")
     from torchtitan.distributed.pipeline_parallel import (
         _generate_llm_fqn_per_model_part,
         _split_module,
@@ -175,17 +172,3 @@ class TitanSchedule:
                 self.parts, self._schedule, self._loss_fn, self._problem, **self._settings
             )
         return self.runner
-
-
-def _require_torchtitan() -> None:
-    try:
-        version = metadata.version("torchtitan")
-    except metadata.PackageNotFoundError:
-        raise MissingExtraError(
-            f"torchtitan is not installed; pip install 'torchtitan=={_VERSIONS}.*'"
-        ) from None
-    if not version.startswith(f"{_VERSIONS}."):
-        raise MissingExtraError(
-            f"torchtitan {version} is installed, but its model is split by helpers of "
-            f"{_VERSIONS}; pip install 'torchtitan=={_VERSIONS}.*'"
-        )

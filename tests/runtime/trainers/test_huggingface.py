@@ -73,16 +73,6 @@ def test_stages_chained_are_the_model(kind):
     built[1].load_state_dict({key: whole[key] for key in built[1].state_dict()})
 
 
-def test_stages_that_are_compared_with_the_model_leave_it_in_its_modes():
-    """What is frozen, without dropout say, stays so."""
-    model = _model("gemma").train()
-    model.model.layers[1].eval()
-    stages = split(model, [3, 4, 1])
-    waiting = {name for name, one in model.named_modules() if not one.training}
-    assert waiting == {n for n, _ in model.named_modules() if f"{n}.".startswith("model.layers.1.")}
-    assert all(stage.training for stage in stages)
-
-
 @pytest.mark.parametrize(
     ("kind", "placement", "fused"),
     [
