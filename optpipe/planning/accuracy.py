@@ -72,13 +72,9 @@ class PairErrors(NamedTuple):
     correlation: float
 
 
-def _load() -> dict[str, Any]:
-    text = resources.files("optpipe.planning").joinpath("errors.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-_DATA = _load()
+_DATA: dict[str, Any] = json.loads(
+    resources.files("optpipe.planning").joinpath("errors.json").read_text("utf-8")
+)
 ERRORS: Mapping[str, ErrorClass] = MappingProxyType(
     {name: ErrorClass(name=name, **numbers) for name, numbers in _DATA["classes"].items()}
 )

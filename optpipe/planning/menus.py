@@ -100,14 +100,13 @@ def layer_treatments(shape: ModelShape, training: Training) -> tuple[LayerTreatm
         if "layernorm" not in training.recompute:
             alone = frozenset({"layernorm"})
             norms.append(LayerTreatment(alone, alone))
-    return tuple(_union(parts) for parts in product(norms, *choices))
-
-
-def _union(parts: Sequence[LayerTreatment]) -> LayerTreatment:
-    return LayerTreatment(
-        frozenset().union(*(part.names for part in parts)),
-        frozenset().union(*(part.modules for part in parts)),
-        any(part.lean for part in parts),
+    return tuple(
+        LayerTreatment(
+            frozenset().union(*(part.names for part in parts)),
+            frozenset().union(*(part.modules for part in parts)),
+            any(part.lean for part in parts),
+        )
+        for parts in product(norms, *choices)
     )
 
 
@@ -448,20 +447,15 @@ def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:
     for s, menu in enumerate(problem.menus):
         in_flight = min(problem.num_microbatches, num_stages - s)
         room = problem.devices[s].usable_bytes - problem.static_bytes_of(s)
-        fitting = [
-            mode
-            for mode in menu
-            if not mode.offload_bytes
-            and mode.recompute != "apart"
-            and in_flight * mode.forward_bytes + _beside_bytes(mode) <= room
-        ]
+        fitting = []
+        for mode in menu:
+            # F or B needs more bytes while it runs than are held between them.
+            in_backward = mode.inside_bytes + mode.backward_workspace_bytes
+            workspace = max(mode.forward_workspace_bytes, in_backward)
+            is_plain = not mode.offload_bytes and mode.recompute != "apart"
+            if is_plain and in_flight * mode.forward_bytes + workspace <= room:
+                fitting.append(mode)
         if not fitting:
             return None
         found.append(min(fitting, key=lambda mode: mode.inside_ms))
     return tuple(found)
-
-
-def _beside_bytes(mode: CellMode) -> int:
-    """Return the bytes that F or B need while they run, beyond those held between them."""
-    in_backward = mode.inside_bytes + mode.backward_workspace_bytes
-    return max(mode.forward_workspace_bytes, in_backward)
