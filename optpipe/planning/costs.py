@@ -683,7 +683,14 @@ def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerForm)
             for one in adapted_matrices(shape, training, kind)
         )
         return elements * training.element_bytes
-    residual, inside = _attention_context(shape, training)
+    # The widths in attention: of the residual stream, and split over heads.
+    heads, latent = shape.num_heads // training.tp, shape.latent
+    residual, inside = 2.0 * shape.hidden, float(heads * shape.value_width)
+    if latent is None:
+        inside += query_width(shape, training.tp) + 2 * kv_width(shape, training.tp)
+    else:
+        inside += heads * (shape.width + latent.nope + latent.value)
+        inside += 2 * latent.kv_rank + latent.rope + 2 * (latent.query_rank or 0)
     experts = shape.experts
     routed = 0.0
     if not kind.is_moe or experts is None:
@@ -698,19 +705,6 @@ def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerForm)
         )
     tokens = training.residual_tokens * residual + training.tokens * inside + routed
     return round(tokens * training.element_bytes)
-
-
-def _attention_context(shape: ModelShape, training: Training) -> tuple[float, float]:
-    """Return the widths of it in attention: of the residual stream, and split over heads."""
-    tp = training.tp
-    heads = shape.num_heads // tp
-    values = heads * shape.value_width  # input of the output projection
-    if shape.latent is None:
-        return 2.0 * shape.hidden, float(values + query_width(shape, tp) + 2 * kv_width(shape, tp))
-    latent = shape.latent
-    inner = values + heads * (shape.width + latent.nope + latent.value)
-    inner += 2 * latent.kv_rank + latent.rope + 2 * (latent.query_rank or 0)
-    return 2.0 * shape.hidden, float(inner)
 
 
 # --- Embedding, head, multi-token prediction.

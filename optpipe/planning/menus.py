@@ -128,18 +128,23 @@ def with_menus(
     """
     cut = stages_with_menus(model, problem, sizes=sizes, shape=shape, machines=machines, most=most)
     table = _Table(shape, machines[0], len(machines))
-    indices = _single_layers(model)
-    menu = _menu(table, model.devices[0], list(_shares_of(indices)), most)
-    changed = {
-        "layers": [
-            _with_modes(layer, [table.mode(index, option, option.whole) for option in menu])
-            for index, layer in enumerate(model.layers)
-        ]
-    }
-    return (
-        Model.parse({name: getattr(model, name) for name in Model.model_fields} | changed),
-        cut,
-    )
+    counts = [("", 0.0), ("half of the layers", 0.5), ("layers", 1.0)]
+    selections = [
+        _Selection(label, whole, Counter((index, whole) for index in _single_layers(model)))
+        for label, whole in counts
+    ]
+    menu = _menu(table, model.devices[0], selections, most)
+    layers = []
+    for index, layer in enumerate(model.layers):
+        modes = [table.mode(index, option, option.whole) for option in menu]
+        elsewhere = {
+            kind: times.model_copy(update={"recompute_ms": None})
+            for kind, times in layer.times_on.items()
+        }
+        fields = {name: getattr(layer, name) for name in Layer.model_fields}
+        layers.append(Layer.model_validate(fields | _plain(modes) | {"times_on": elsewhere}))
+    fields = {name: getattr(model, name) for name in Model.model_fields}
+    return Model.parse(fields | {"layers": layers}), cut
 
 
 def stages_with_menus(
@@ -364,12 +369,6 @@ def _first(table: _Table, own: Sequence[int], whole: float) -> list[float]:
     ]
 
 
-def _shares_of(indices: Sequence[int]) -> Iterator[_Selection]:
-    """Yield for all layers of a model that none, half or all of each is recomputed in full."""
-    for label, whole in (("", 0.0), ("half of the layers", 0.5), ("layers", 1.0)):
-        yield _Selection(label, whole, Counter((index, whole) for index in indices))
-
-
 def _menu(
     table: _Table, device: ModelDevice, selections: Sequence[_Selection], most: int
 ) -> list[_ModeOffer]:
@@ -403,15 +402,6 @@ def _apart(table: _Table, chosen: _Selection, keep: _ModeOffer) -> _ModeOffer:
     ms = sum(count * part.times.sums.forward_ms for part, count in parts)
     least = max(part.kept.checkpoint_bytes for part, _ in parts)
     return keep._replace(name="recompute", apart=True, forward_bytes=least, recompute_ms=ms)
-
-
-def _with_modes(layer: Layer, modes: Sequence[Mode]) -> Layer:
-    fields = {name: getattr(layer, name) for name in Layer.model_fields} | _plain(modes)
-    elsewhere = {
-        kind: times.model_copy(update={"recompute_ms": None})
-        for kind, times in layer.times_on.items()
-    }
-    return Layer.model_validate(fields | {"times_on": elsewhere})
 
 
 def _fused(
