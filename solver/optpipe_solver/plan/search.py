@@ -208,8 +208,8 @@ class PlanSearch:
             if line.free or cells > _MOST_PATTERN_CELLS:
                 continue
             for plan in hand_plans(self.model, line.placement):
-                is_shorter = (plan.objective_ms or math.inf) < self.objective_ms
-                programs = plan.programs() if is_shorter else None
+                length_ms = math.inf if plan.objective_ms is None else plan.objective_ms
+                programs = plan.programs() if length_ms < self.objective_ms else None
                 if programs is not None:
                     candidate = self._add(line, plan.sizes)
                     candidate.best.offer(programs, f"{plan.family} with {plan.mode}")

@@ -575,8 +575,8 @@ class ConfigurationJudge:
         memory = []
         for rank, peak in zip(step.memory, peak_bytes, strict=True):
             # The activations are those that this schedule holds.
-            held = max(0.0, peak - (rank.total - rank.activations))
-            parts = rank._replace(activations=held)
+            activations = max(0.0, peak - (rank.total - rank.activations))
+            parts = rank._replace(activations=activations)
             memory.append(RankMemory(*(float(round(part)) for part in parts)))
         return TuneRow(
             configuration=Configuration(

@@ -47,7 +47,7 @@ from optpipe_solver.tune.cut import (
     fused_family,
 )
 from optpipe_solver.tune.judge import ConfigurationJudge
-from optpipe_solver.tune.shortage import enough_gpus, nearest_configuration, shortage
+from optpipe_solver.tune.scaling import enough_gpus, nearest_configuration, shortage
 from optpipe_solver.tune.space import TuneCandidate, candidates
 from tests.strategies import few
 
