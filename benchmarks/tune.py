@@ -89,7 +89,7 @@ def main() -> None:
         if result.shortfall is not None:
             gain = "does not fit"
         ahead = 0 if today is None else sum(row.step_ms < today.step_ms for row in result.rows)
-        band = "" if error is None else f"{error.median:.1%} (worst {error.worst:.0%})"
+        band = "" if error is None else f"{error.error.median:.1%} (worst {error.error.worst:.0%})"
         print(
             f"| {name} | {run.step_s:.3f} | {same} | {best.step_ms / 1e3:.3f} | {gain} | {band} | "
             f"{result.gap:.1%} | {ahead} | {wall_s:.0f} |"

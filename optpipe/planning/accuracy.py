@@ -72,13 +72,9 @@ class PairErrors(NamedTuple):
     correlation: float
 
 
-def _load() -> dict[str, Any]:
-    text = resources.files("optpipe.planning").joinpath("errors.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-_DATA = _load()
+_DATA: dict[str, Any] = json.loads(
+    resources.files("optpipe.planning").joinpath("errors.json").read_text("utf-8")
+)
 ERRORS: Mapping[str, ErrorClass] = MappingProxyType(
     {name: ErrorClass(name=name, **numbers) for name, numbers in _DATA["classes"].items()}
 )
@@ -161,21 +157,6 @@ class Accuracy:
     is_calibrated: bool = False
 
     @property
-    def median(self) -> float:
-        """The median size of the class's errors."""
-        return self.error.median
-
-    @property
-    def worst(self) -> float:
-        """The largest size of the class's errors."""
-        return self.error.worst
-
-    @property
-    def num_rows(self) -> int:
-        """The number of published runs of the class."""
-        return self.error.num_rows
-
-    @property
     def difference(self) -> float:
         """The standard deviation of the difference of two errors of one model on one GPU."""
         return self.error.spread * sqrt(2 * (1 - _PAIRS[self.kind].correlation))
@@ -230,9 +211,9 @@ class Accuracy:
         """Return the fields of `optpipe.answers.ScoreboardError`; ``text`` is of this step."""
         low, high = self.factors
         return {
-            "median": self.median,
-            "worst": self.worst,
-            "num_rows": self.num_rows,
+            "median": self.error.median,
+            "worst": self.error.worst,
+            "num_rows": self.error.num_rows,
             "error_class": self.error.name,
             "low": low,
             "high": high,

@@ -262,24 +262,20 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
         )
     left_out: tuple[str, ...] = ()
     if isinstance(kind, str) and kind in _TEXT_OF:
-        data = _text_of(data, is_flat=kind == "qwen2_5_vl")
+        of_text = data.get("text_config")
+        if isinstance(of_text, dict):
+            tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
+            data = tied | of_text
+        elif of_text is None and kind == "qwen2_5_vl":  # in early files next to vision_config
+            data = {key: value for key, value in data.items() if key != "vision_config"}
+        else:
+            raise InputError("config: text_config is missing; give it")
         left_out = ("what reads images",)
     config = _Config(data)
     fields = reader(config)
     config.check_rest()
     fields["left_out"] = (*fields.get("left_out", ()), *left_out)
     return ModelShape(name=name, source=f"config.json, model_type {kind}", **fields)
-
-
-def _text_of(data: dict[str, Any], *, is_flat: bool) -> dict[str, Any]:
-    """Return the config of the text; of early files it is the whole without that of images."""
-    tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
-    text = data.get("text_config")
-    if text is None and is_flat:
-        return {key: value for key, value in data.items() if key != "vision_config"}
-    if not isinstance(text, dict):
-        raise InputError("config: text_config is missing; give it")
-    return tied | text
 
 
 def _common(config: _Config) -> dict[str, Any]:
@@ -320,16 +316,6 @@ def _mistral(config: _Config) -> dict[str, Any]:
     if config.given("sliding_window"):
         fields |= config.windows("sliding_window", fields["num_layers"] + 1)
     return fields
-
-
-def _mixtral(config: _Config) -> dict[str, Any]:
-    fields = _llama(config)
-    experts = Experts(
-        num=config.number("num_local_experts"),
-        active=config.number("num_experts_per_tok"),
-        ffn=fields["ffn"],
-    )
-    return fields | {"experts": experts}
 
 
 def _qwen3_moe(config: _Config) -> dict[str, Any]:
@@ -382,15 +368,20 @@ def _routed(config: _Config) -> Experts:
     )
 
 
+def _local_experts(config: _Config, **more: Any) -> Experts:
+    """Return experts of the width ``intermediate_size``."""
+    return Experts(
+        num=config.number("num_local_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=config.number("intermediate_size"),
+        **more,
+    )
+
+
 def _gpt_oss(config: _Config) -> dict[str, Any]:
     fields = _llama(config) | config.windows("sliding_window", 2)
     config.flag("attention_bias", default=True)
-    experts = Experts(
-        num=config.number("num_local_experts"),
-        active=config.number("num_experts_per_tok"),
-        ffn=fields["ffn"],
-        bias=True,
-    )
+    experts = _local_experts(config, bias=True)
     return fields | {"experts": experts, "bias": "attention", "sinks": True}
 
 
@@ -402,13 +393,7 @@ def _llama4(config: _Config) -> dict[str, Any]:
     if layers is not None and layers != list(range(step - 1, fields["num_layers"], step)):
         raise InputError(f"config: moe_layers do not follow from every {step}th; correct them")
     inner = fields["ffn"]
-    experts = Experts(
-        num=config.number("num_local_experts"),
-        active=config.number("num_experts_per_tok"),
-        ffn=inner,
-        shared_ffn=inner,
-        every=step,
-    )
+    experts = _local_experts(config, shared_ffn=inner, every=step)
     ffn = config.number("intermediate_size_mlp", inner)
     return fields | {"experts": experts, "ffn": ffn, "window": fields["window"] // 2}
 
@@ -454,7 +439,7 @@ _READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "qwen2_5_vl": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
-    "mixtral": _mixtral,
+    "mixtral": lambda config: _llama(config) | {"experts": _local_experts(config)},
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "gemma": _gemma,

@@ -175,7 +175,23 @@ def train_command(configuration: Configuration, framework: str, file: str | None
     """
     start = _torchrun(configuration)
     if not has_pasted_file(configuration.shape, framework):
-        return f"{start} train.py\n{_our_runtime(configuration)}"
+        training, cut = configuration.training, configuration.pipeline
+        names = ("dp", "cp", "tp", "ep", "etp")
+        degrees = {"pp": cut.pp} | {name: getattr(training, name) for name in names}
+        settings = {
+            "zero": training.zero,
+            "recompute": ",".join(sorted(training.recompute)) or "none",
+            "sequence": training.sequence,
+            "micro_batch": training.micro_batch,
+            "num_microbatches": cut.num_microbatches,
+            "slices": cut.slices,
+        }
+        comments = _OUR_RUNTIME.format(
+            degrees=" ".join(f"{name}={value}" for name, value in degrees.items()),
+            settings=" ".join(f"{name}={value}" for name, value in settings.items()),
+            layers=",".join(str(stage.total) for stage in configuration.stages),
+        )
+        return f"{start} train.py\n{comments}"
     name = file or PASTED_FILES[framework]
     if framework == "torchtitan":
         module = name.rpartition("/")[2].removesuffix(".py")
@@ -191,25 +207,6 @@ def train_command(configuration: Configuration, framework: str, file: str | None
 def has_pasted_file(shape: ModelShape, framework: str) -> bool:
     """Whether a framework's configuration file can be written; of a traced model it cannot."""
     return framework in PASTED_FILES and shape.trace is None
-
-
-def _our_runtime(configuration: Configuration) -> str:
-    """Return comments with what a script of the user's sets up for our runtime."""
-    training, cut = configuration.training, configuration.pipeline
-    degrees = {name: getattr(training, name) for name in ("dp", "cp", "tp", "ep", "etp")}
-    settings = {
-        "zero": training.zero,
-        "recompute": ",".join(sorted(training.recompute)) or "none",
-        "sequence": training.sequence,
-        "micro_batch": training.micro_batch,
-        "num_microbatches": cut.num_microbatches,
-        "slices": cut.slices,
-    }
-    return _OUR_RUNTIME.format(
-        degrees=" ".join(f"{name}={value}" for name, value in {"pp": cut.pp, **degrees}.items()),
-        settings=" ".join(f"{name}={value}" for name, value in settings.items()),
-        layers=",".join(str(stage.total) for stage in configuration.stages),
-    )
 
 
 def _torchrun(configuration: Configuration) -> str:

@@ -172,6 +172,9 @@ def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple
 @lru_cache(maxsize=256)
 def _layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple[LayerPart, ...]:
     moe = kind.is_moe and shape.experts is not None
+    again = frozenset({"mlp"})
+    tokens, residual_tokens = training.tokens, training.residual_tokens
+    mlp = _FeedForward("MLP", shape.ffn // training.tp, tokens, residual_tokens, again, again)
     blocks = [
         _norm_part(shape, training, "attention"),
         *_projections(shape, training),
@@ -179,7 +182,7 @@ def _layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tupl
         _output_projection(shape, training),
         _residual(shape, training, "attention"),
         _norm_part(shape, training, "experts" if moe else "MLP"),
-        *(_expert_parts(shape, training) if moe else _mlp_parts(shape, training)),
+        *(_expert_parts(shape, training) if moe else _feed_forward(shape, training, mlp)),
         _residual(shape, training, "MLP"),
     ]
     if training.lora is None:
@@ -375,7 +378,14 @@ def _latent_projections(
 def _core_attention(shape: ModelShape, training: Training, window: int) -> LayerPart:
     tokens, size = training.tokens, training.element_bytes
     heads = shape.num_heads // training.tp
-    seen = _seen(training, window)
+    if training.lengths:
+        sums = (_attended(s, window, flash=training.flash) for s in training.lengths)
+        seen = sum(sums) / training.sequence
+    else:
+        own = training.sequence // training.slices
+        read = own * (training.slice_index + 1)
+        seen = (_attended(read, window) - _attended(read - own, window)) / own
+        seen = seen if training.flash else float(read)
     flops = 2.0 * tokens * seen * heads * (shape.width + shape.value_width)
     again = frozenset({"core_attn"})
     output = Tensor("output of attention", tokens * size * heads * shape.value_width)
@@ -397,18 +407,6 @@ def _core_attention(shape: ModelShape, training: Training, window: int) -> Layer
         tensors=(*kept, output),
         again=again,
     )
-
-
-def _seen(training: Training, window: int) -> float:
-    """Return how many positions a token's products are computed with, on the average."""
-    if training.lengths:
-        seen = (_attended(s, window, flash=training.flash) for s in training.lengths)
-        return sum(seen) / training.sequence
-    own = training.sequence // training.slices
-    read = own * (training.slice_index + 1)
-    if not training.flash:
-        return float(read)
-    return (_attended(read, window) - _attended(read - own, window)) / own
 
 
 def _attended(end: int, window: int, *, flash: bool = True) -> float:
@@ -434,13 +432,6 @@ def _output_projection(shape: ModelShape, training: Training) -> LayerPart:
         casts_back=training.residual_tokens * shape.hidden,
         tensors=kept,
     )
-
-
-def _mlp_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
-    again = frozenset({"mlp"})
-    tokens, ffn = training.tokens, shape.ffn // training.tp
-    mlp = _FeedForward("MLP", ffn, tokens, training.residual_tokens, again, again)
-    yield from _feed_forward(shape, training, mlp)
 
 
 class _FeedForward(NamedTuple):
@@ -571,12 +562,21 @@ def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> Layer
     parts = layer_parts(shape, training, kind)
     parameters = rank_parameters(shape, training, kind)
     kept = _layer_kept(shape, training, kind, parts)
+    sizes = [tensor.num_bytes for part in parts for tensor in part.tensors]
+    routed = [part for part in parts if "moe" in part.again]  # the work after the router
+    weights = float(parameters.stored.experts * training.element_bytes)
+    experts = PassCosts(
+        _summed(training, routed, weights),
+        _summed(training, routed, weights, backward=True),
+        _weight_work(training, routed, parameters.experts),
+    )
     return LayerCosts(
         _layer_work(training, parts, parameters),
         kept,
         parameters,
-        experts=_expert_work(training, parts, parameters),
-        backward_workspace_bytes=_backward_workspace_bytes(parts, kept),
+        experts=experts if routed else PassCosts(),
+        # The tensors that F did not keep, and two gradients of the largest tensor.
+        backward_workspace_bytes=max(0, sum(sizes) - kept.activation_bytes) + 2 * max(sizes),
     )
 
 
@@ -602,15 +602,6 @@ def _layer_kept(
     )
 
 
-def _backward_workspace_bytes(parts: Sequence[LayerPart], kept: Kept) -> int:
-    """Return the bytes that a layer's backward needs only while it runs.
-
-    These are the tensors that F did not keep, and two gradients of the largest tensor.
-    """
-    sizes = [tensor.num_bytes for part in parts for tensor in part.tensors]
-    return max(0, sum(sizes) - kept.activation_bytes) + 2 * max(sizes)
-
-
 def checkpoint_bytes(shape: ModelShape, training: Training) -> int:
     """Return the bytes of a layer's input: all that full recomputation needs.
 
@@ -629,15 +620,18 @@ def _layer_work(
     weights = float(parameters.stored.total * training.element_bytes)
     ahead = _summed(training, parts, weights)
     back = _summed(training, parts, weights, backward=True)
-    again = [part for part in parts if _runs_again(part, training)]
+    is_full = "full" in training.recompute
+    again = [part for part in parts if is_full or part.again & training.recompute]
     recomputed = PassCost()
     if again:
         share = sum(p.matmul_flops for p in again) / max(sum(p.matmul_flops for p in parts), 1.0)
         recomputed = _summed(training, again, weights * share)
-    lean = PassCost(moved_bytes=_made_again(parts, training))
-    return PassCosts(
-        ahead, back.plus(recomputed).plus(lean), _weight_work(training, parts, parameters.total)
-    )
+    back = back.plus(recomputed)
+    if training.lean:  # I makes again what F did not keep
+        cheap = [part for part in parts if any(tensor.cheap for tensor in part.tensors)]
+        moved = sum(part.moved_bytes for part in cheap if not part.matmul_flops)
+        back = back.plus(PassCost(moved_bytes=moved))
+    return PassCosts(ahead, back, _weight_work(training, parts, parameters.total))
 
 
 def _weight_work(training: Training, parts: Iterable[LayerPart], parameters: int) -> PassCost:
@@ -650,25 +644,6 @@ def _weight_work(training: Training, parts: Iterable[LayerPart], parameters: int
         moved_bytes=sum(part.moved_weight_bytes for part in trained),
         gradient_bytes=2.0 * training.gradient_bytes * parameters,
     )
-
-
-def _expert_work(
-    training: Training, parts: Sequence[LayerPart], parameters: RankParameters
-) -> PassCosts:
-    """Return the work after the router. Recomputation counts with the rest of the layer."""
-    routed = [part for part in parts if "moe" in part.again]
-    if not routed:
-        return PassCosts()
-    weights = float(parameters.stored.experts * training.element_bytes)
-    return PassCosts(
-        _summed(training, routed, weights),
-        _summed(training, routed, weights, backward=True),
-        _weight_work(training, routed, parameters.experts),
-    )
-
-
-def _runs_again(part: LayerPart, training: Training) -> bool:
-    return "full" in training.recompute or bool(part.again & training.recompute)
 
 
 def _products(training: Training, parts: Iterable[LayerPart]) -> tuple[float, float]:
@@ -694,17 +669,6 @@ def _summed(
     return PassCost(matmul, narrow, again * attention, weights, moved, casts)
 
 
-def _made_again(parts: Iterable[LayerPart], training: Training) -> float:
-    """Return the bytes I moves to make again what lean training did not keep."""
-    if not training.lean:
-        return 0.0
-    return sum(
-        part.moved_bytes
-        for part in parts
-        if part.tensors and any(tensor.cheap for tensor in part.tensors) and not part.matmul_flops
-    )
-
-
 def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerForm) -> int:
     """Return the bytes that W needs after I: input and output gradient of every matrix.
 
@@ -719,7 +683,14 @@ def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerForm)
             for one in adapted_matrices(shape, training, kind)
         )
         return elements * training.element_bytes
-    residual, inside = _attention_context(shape, training)
+    # The widths in attention: of the residual stream, and split over heads.
+    heads, latent = shape.num_heads // training.tp, shape.latent
+    residual, inside = 2.0 * shape.hidden, float(heads * shape.value_width)
+    if latent is None:
+        inside += query_width(shape, training.tp) + 2 * kv_width(shape, training.tp)
+    else:
+        inside += heads * (shape.width + latent.nope + latent.value)
+        inside += 2 * latent.kv_rank + latent.rope + 2 * (latent.query_rank or 0)
     experts = shape.experts
     routed = 0.0
     if not kind.is_moe or experts is None:
@@ -734,19 +705,6 @@ def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerForm)
         )
     tokens = training.residual_tokens * residual + training.tokens * inside + routed
     return round(tokens * training.element_bytes)
-
-
-def _attention_context(shape: ModelShape, training: Training) -> tuple[float, float]:
-    """Return the widths of it in attention: of the residual stream, and split over heads."""
-    tp = training.tp
-    heads = shape.num_heads // tp
-    values = heads * shape.value_width  # input of the output projection
-    if shape.latent is None:
-        return 2.0 * shape.hidden, float(values + query_width(shape, tp) + 2 * kv_width(shape, tp))
-    latent = shape.latent
-    inner = values + heads * (shape.width + latent.nope + latent.value)
-    inner += 2 * latent.kv_rank + latent.rope + 2 * (latent.query_rank or 0)
-    return 2.0 * shape.hidden, float(inner)
 
 
 # --- Embedding, head, multi-token prediction.

@@ -184,16 +184,14 @@ def estimate(
     training.check_divides(shape)
     packed = _packed(training, lengths)
     if packed:
-        _check_lengths(num_microbatches, len(packed), costs)
-        refused = {
+        options = {
             "modes": modes,
             "pairs": pairs,
             "slices": slices > 1,
             "measured_step_s": measured_step_s,
             "measured_peak_gib": measured_peak_gib,
         }
-        if any(refused.values()):
-            raise _beside_lengths(**refused)
+        _check_lengths(num_microbatches, len(packed), costs, options)
         training = sorted(packed, key=partial(model_flops, shape))[len(packed) // 2]
     pipeline = PipelineCut(
         pp=pp, chunks=chunks, num_microbatches=num_microbatches, placement=placement, layout=layout
@@ -203,10 +201,9 @@ def estimate(
         Machine(one, (efficiency or one.efficiency).with_pcie(pcie_efficiency), training)
         for one in ranks
     )
-    _check_microbatches(num_microbatches)
     if pairs:
         check_can_hide(shape, machines)
-    _check_slices(slices, training, shape, pairs=pairs)
+    _check_microbatches(num_microbatches, slices, training, shape, pairs=pairs)
     base = step_estimate(shape, machines, pipeline)
     factor = _factor(
         utilisation(shape, machines),
@@ -238,12 +235,11 @@ def estimate(
         problem = cut.problem(problem)
     problem = problem.model_copy(update={"context": _context(shape, machines, pp, slices)})
     if packed:
-        cuts = {
-            one: _model(shape, _training(machines, one), num_microbatches, memory_bytes).problem(
-                pipeline.stages, step.sizes
-            )
-            for one in dict.fromkeys(packed)
-        }
+        cuts = {}
+        for one in dict.fromkeys(packed):
+            own = [machine._replace(training=one) for machine in machines]
+            cut_of_one = _model(shape, own, num_microbatches, memory_bytes)
+            cuts[one] = cut_of_one.problem(pipeline.stages, step.sizes)
         problem = _unequal(shape, problem, packed, cuts, costs)
     if pairs:
         problem = with_pairs(shape, machines, problem, step.sizes)
@@ -279,8 +275,33 @@ class SlicedCut(NamedTuple):
     modes: int = 0
 
     def problem(self, whole: Problem) -> Problem:
-        """Return a problem whose micro-batches are slices, each of a cost of its own."""
-        first, *others = (self._of(k, whole) for k in range(self.slices))
+        """Return a problem whose micro-batches are slices, each of a cost of its own.
+
+        A menu has what is best for a slice in the middle.
+        """
+        machines = [
+            tuple(
+                one._replace(training=replace(one.training, slices=self.slices, slice_index=k))
+                for one in self.machines
+            )
+            for k in range(self.slices)
+        ]
+        cuts = []
+        for own in machines:
+            model = _model(self.shape, own, whole.num_microbatches, self.memory_bytes)
+            cut = model.problem(whole.placement, self.sizes)
+            if self.modes:
+                cut = stages_with_menus(
+                    model,
+                    cut,
+                    sizes=self.sizes,
+                    shape=self.shape,
+                    machines=own,
+                    most=self.modes,
+                    chosen_on=machines[self.slices // 2],
+                )
+            cuts.append(cut)
+        first, *others = cuts
         rows = zip(*(one.stages for one in others), strict=True)
         count = whole.num_microbatches * self.slices
         cells = (divmod(j, self.slices) for j in range(count))
@@ -291,29 +312,6 @@ class SlicedCut(NamedTuple):
             "microbatches": tuple(Microbatch(cost=k, sample=sample) for sample, k in cells),
         }
         return first.model_copy(update=update)
-
-    def _ranks(self, k: int) -> tuple[Machine, ...]:
-        return tuple(
-            one._replace(training=replace(one.training, slices=self.slices, slice_index=k))
-            for one in self.machines
-        )
-
-    def _of(self, k: int, whole: Problem) -> Problem:
-        """Return the problem of the k-th slices; a menu has what is best for one in the middle."""
-        ranks = self._ranks(k)
-        model = _model(self.shape, ranks, whole.num_microbatches, self.memory_bytes)
-        cut = model.problem(whole.placement, self.sizes)
-        if not self.modes:
-            return cut
-        return stages_with_menus(
-            model,
-            cut,
-            sizes=self.sizes,
-            shape=self.shape,
-            machines=ranks,
-            most=self.modes,
-            chosen_on=self._ranks(self.slices // 2),
-        )
 
 
 def _check_count(shape: ModelShape, num_stages: int) -> None:
@@ -332,7 +330,13 @@ def _check_count(shape: ModelShape, num_stages: int) -> None:
         )
 
 
-def _check_slices(slices: int, training: Training, shape: ModelShape, *, pairs: bool) -> None:
+def _check_microbatches(
+    num_microbatches: int, slices: int, training: Training, shape: ModelShape, *, pairs: bool
+) -> None:
+    if num_microbatches < 1:
+        raise FieldError(
+            FieldRef("num_microbatches", num_microbatches), ": must be >= 1; give at least one"
+        )
     if slices < 1:
         raise FieldError(FieldRef("slices", slices), ": must be at least 1; raise it")
     if training.slices > 1:
@@ -349,17 +353,13 @@ def _check_slices(slices: int, training: Training, shape: ModelShape, *, pairs: 
         replace(training, slices=slices).check_divides(shape)
 
 
-def _check_microbatches(num_microbatches: int) -> None:
-    if num_microbatches < 1:
-        raise FieldError(
-            FieldRef("num_microbatches", num_microbatches), ": must be >= 1; give at least one"
-        )
-
-
 # --- Micro-batches of unequal lengths.
 
 
-def _check_lengths(num_microbatches: int, given: int, costs: int) -> None:
+def _check_lengths(
+    num_microbatches: int, given: int, costs: int, options: Mapping[str, object]
+) -> None:
+    """Refuse another number of micro-batches, and options that unequal micro-batches exclude."""
     if given != num_microbatches:
         raise FieldError(
             FieldRef("num_microbatches", num_microbatches),
@@ -369,20 +369,18 @@ def _check_lengths(num_microbatches: int, given: int, costs: int) -> None:
         raise FieldError(
             FieldRef("costs", costs), f": must be 1 to {MOST_COSTS}; choose such a number"
         )
-
-
-def _beside_lengths(**options: object) -> FieldError:
-    name = next(name for name, value in options.items() if value)
-    why = {
+    reasons = {
         "modes": "menus are estimated for equal micro-batches alone",
         "pairs": "no problem has pairs and unequal micro-batches",
         "slices": "a sequence that is packed with others is not cut",
-        "measured_peak_gib": "it says what equal micro-batches need; give byte_factor",
         "measured_step_s": "it says how long a step of equal micro-batches takes; give time_factor",
-    }[name]
-    return FieldError(
-        FieldRef(name), " beside ", FieldRef("lengths"), f": {why}; leave one of them out"
-    )
+        "measured_peak_gib": "it says what equal micro-batches need; give byte_factor",
+    }
+    for name, why in reasons.items():
+        if options[name]:
+            raise FieldError(
+                FieldRef(name), " beside ", FieldRef("lengths"), f": {why}; leave one of them out"
+            )
 
 
 def _packed(training: Training, lengths: Sequence[Sequence[int]]) -> tuple[Training, ...]:
@@ -402,10 +400,6 @@ def _packed(training: Training, lengths: Sequence[Sequence[int]]) -> tuple[Train
         whole = (*known, missing) if missing else known
         found.append(replace(training, micro_batch=1, sequence=sum(whole), lengths=whole))
     return tuple(found)
-
-
-def _training(machines: Sequence[Machine], training: Training) -> tuple[Machine, ...]:
-    return tuple(machine._replace(training=training) for machine in machines)
 
 
 def _unequal(
@@ -556,8 +550,12 @@ def _model(
     num_microbatches: int,
     memory_bytes: int | Sequence[int] | None,
 ) -> Model:
+    training = machines[0].training
+    degrees = (("tp", training.tp), ("cp", training.cp), ("ep", training.ep), ("dp", training.dp))
+    more = "".join(f"-{name}{degree}" for name, degree in degrees if degree > 1)
+    kinds = "-".join(dict.fromkeys(one.hardware.name for one in machines))
     return Model(
-        name=_name(shape, machines, len(machines)),
+        name=f"{shape.name}-{kinds}-pp{len(machines)}{more}",
         num_microbatches=num_microbatches,
         devices=_devices(shape, machines, memory_bytes),
         layers=_layers(shape, machines),
@@ -670,14 +668,6 @@ def _context(shape: ModelShape, machines: Sequence[Machine], pp: int, slices: in
         model=shape.name,
         parallelism={"pp": pp, **degrees},
     )
-
-
-def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:
-    training = machines[0].training
-    degrees = (("tp", training.tp), ("cp", training.cp), ("ep", training.ep), ("dp", training.dp))
-    more = "".join(f"-{name}{degree}" for name, degree in degrees if degree > 1)
-    kinds = "-".join(dict.fromkeys(one.hardware.name for one in machines))
-    return f"{shape.name}-{kinds}-pp{pp}{more}"
 
 
 def _notes_on_costs(

@@ -109,16 +109,16 @@ def profile_layers(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple
         found.append(_profile(name, shape.mtp, times, costs, StageLayers(mtp=1)))
     costs = head_costs(shape, training, owns_matrix=pp > 1 or not shape.tied)
     found.append(_profile("head", 1, machine.head(shape), costs, StageLayers(head=1)))
-    return tuple(found) if byte_factor == 1 else tuple(_scaled(one, byte_factor) for one in found)
-
-
-def _scaled(profile: LayerProfile, factor: float) -> LayerProfile:
-    """Return the profile with its bytes, other than those of parameters, multiplied."""
-    return profile._replace(
-        kept=Kept(*(round(factor * size) for size in profile.kept)),
-        forward_workspace_bytes=round(factor * profile.forward_workspace_bytes),
-        backward_workspace_bytes=round(factor * profile.backward_workspace_bytes),
-        graph_bytes=round(factor * profile.graph_bytes),
+    if byte_factor == 1:
+        return tuple(found)
+    return tuple(
+        one._replace(
+            kept=Kept(*(round(byte_factor * size) for size in one.kept)),
+            forward_workspace_bytes=round(byte_factor * one.forward_workspace_bytes),
+            backward_workspace_bytes=round(byte_factor * one.backward_workspace_bytes),
+            graph_bytes=round(byte_factor * one.graph_bytes),
+        )
+        for one in found
     )
 
 
@@ -150,8 +150,15 @@ def _layer(shape: ModelShape, machine: Machine, kind: LayerForm, count: int) -> 
     found = _profile(name, count, times, costs, StageLayers(transformer=1))
     if kind.is_moe:
         found = found._replace(phases=_expert_phases(shape, machine, kind, times))
-    share = training.offloaded_layers / shape.num_layers
-    found = found._replace(kept=_without_offloaded(found.kept, share))
+    if training.offloaded_layers:  # if nearly all is copied, less stays than recomputation keeps
+        kept, share = found.kept, training.offloaded_layers / shape.num_layers
+        left = kept.activation_bytes - round(min(1.0, share) * kept.offload_bytes)
+        kept = kept._replace(
+            activation_bytes=left,
+            offload_bytes=min(kept.offload_bytes, left),
+            checkpoint_bytes=min(kept.checkpoint_bytes, left),
+        )
+        found = found._replace(kept=kept)
     return _captured(found, training, checkpoint_bytes(shape, training))
 
 
@@ -172,21 +179,6 @@ def _captured(profile: LayerProfile, training: Training, output_bytes: int) -> L
         copies = parameters * training.element_bytes if training.zero >= 3 else 0
         graph_bytes = profile.backward_workspace_bytes + copies
     return profile._replace(kept=kept, graph_bytes=graph_bytes)
-
-
-def _without_offloaded(kept: Kept, share: float) -> Kept:
-    """Return the bytes that stay if the framework offloads a share of what it can.
-
-    If nearly all is copied, less stays than a recomputation would keep.
-    """
-    if not share:
-        return kept
-    left = kept.activation_bytes - round(min(1.0, share) * kept.offload_bytes)
-    return kept._replace(
-        activation_bytes=left,
-        offload_bytes=min(kept.offload_bytes, left),
-        checkpoint_bytes=min(kept.checkpoint_bytes, left),
-    )
 
 
 def _expert_phases(

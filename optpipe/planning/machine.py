@@ -151,9 +151,23 @@ class Machine(NamedTuple):
         tensor, tensor_back = self._tensor_bytes(shape, kind)
         experts = self._experts_ms(shape, kind)
         recomputed = experts / 2 if training.recompute & {"full", "moe"} else 0.0
-        ring = self._context_ms(shape)
-        gather, scatter = self._sharded_ms(shape, kind)
-        copied = self._copies_ms(shape, kind)
+        # Keys and values go around the ring while attention computes, those of earlier slices once
+        # more; in the backward their gradients too (Liu et al. 2023, arXiv 2310.01889).
+        pair = 2 * kv_width(shape, training.tp) * training.element_bytes
+        passed = pair * training.tokens * (training.slice_index + 1) * (training.cp - 1)
+        ring = self._link_ms(float(passed), training.cp, training.tp)
+        gather = scatter = 0.0
+        if training.zero >= 3:
+            # FSDP gathers weights for each F and each backward, and scatters gradients (Zhao et al.
+            # 2023, PyTorch FSDP, arXiv 2304.11277, section 3).
+            counts = layer_costs(shape, training, kind).parameters
+            gather = sum(one.ms for one in self._rings(counts.stored, training.element_bytes))
+            scatter = sum(one.ms for one in self._rings(counts, training.gradient_bytes))
+        copied, pcie = 0.0, self.hardware.pcie_gb_per_s
+        if training.offloaded_layers and pcie is not None:
+            share = min(1.0, training.offloaded_layers / shape.num_layers)
+            moved = layer_costs(shape, training, kind).kept.offload_bytes
+            copied = self.factor * share * moved / (pcie.value * self.efficiency.pcie * 1e6)
         reduced = self._tensor_exposed(tensor, forward.products)
         forward = forward._replace(
             tensor=reduced,
@@ -304,22 +318,18 @@ class Machine(NamedTuple):
             launch_ms = _EXPERTS_LAUNCH_MS
             launch_ms += _EXPERT_LAUNCH_MS * shape.experts.num / self.training.ep
         launch_ms *= self.factor * self._launches
-        return launch_ms / 3, launch_ms * (2 / 3 + self._launched_again(launch_ms, kind))
+        again = 0.0  # launches of F, or of its experts, that recomputation adds
+        if "full" in self.training.recompute:
+            again = 1 / 3
+        elif "moe" in self.training.recompute and kind.is_moe:
+            dense_ms = self.factor * _DENSE_LAUNCH_MS * self._launches
+            again = max(0.0, 1.0 - dense_ms / launch_ms) / 3
+        return launch_ms / 3, launch_ms * (2 / 3 + again)
 
     @property
     def _launches(self) -> float:
         """How many times as many launches narrow products take."""
         return _NARROW_LAUNCHES if self.training.is_narrow else 1.0
-
-    def _launched_again(self, launch_ms: float, kind: LayerForm) -> float:
-        """Return what of a layer's launches recomputation adds: those of F, or of its experts."""
-        recompute = self.training.recompute
-        if "full" in recompute:
-            return 1 / 3
-        if "moe" in recompute and kind.is_moe:
-            dense_ms = self.factor * _DENSE_LAUNCH_MS * self._launches
-            return max(0.0, 1.0 - dense_ms / launch_ms) / 3
-        return 0.0
 
     # --- Collectives.
 
@@ -397,17 +407,6 @@ class Machine(NamedTuple):
             backward_input=times.backward_input._replace(tensor=back),
         )
 
-    def _context_ms(self, shape: ModelShape) -> float:
-        """Return the time of keys and values around the ring (Liu et al. 2023, arXiv 2310.01889).
-
-        They travel while attention computes, those of earlier slices once more; in the backward
-        their gradients too.
-        """
-        training = self.training
-        tokens = training.tokens * (training.slice_index + 1)
-        pair = 2 * tokens * kv_width(shape, training.tp) * training.element_bytes
-        return self._link_ms(float(pair * (training.cp - 1)), training.cp, training.tp)
-
     def _experts_ms(self, shape: ModelShape, kind: LayerForm) -> float:
         """Return the time of tokens to experts and back, in F and in I together.
 
@@ -441,21 +440,6 @@ class Machine(NamedTuple):
             share = 2.0 * per_copy * copies * (training.etp - 1)
             gathered = self._rate_ms(share / 2, inside=True)
         return max(inside_ms, across_ms) + gathered
-
-    def _sharded_ms(self, shape: ModelShape, kind: LayerForm) -> tuple[float, float]:
-        """Return the times to gather a layer's weights, and to reduce and scatter gradients.
-
-        FSDP (``zero`` 3) gathers for each F and for each backward (Zhao et al. 2023, PyTorch FSDP,
-        arXiv 2304.11277, section 3).
-        """
-        training = self.training
-        if training.zero < 3:
-            return 0.0, 0.0
-        parameters = layer_costs(shape, training, kind).parameters
-        return (
-            sum(ring.ms for ring in self._rings(parameters.stored, training.element_bytes)),
-            sum(ring.ms for ring in self._rings(parameters, self.training.gradient_bytes)),
-        )
 
     def reduction(self, parameters: RankParameters, *, is_pipelined: bool) -> Exchange:
         """Return the reduction of fp32 gradients over all ranks that hold the same parameters.
@@ -591,16 +575,6 @@ class Machine(NamedTuple):
         if not self.training.overlaps_data:
             return whole_ms
         return max(_BUSY_SHARE * whole_ms, whole_ms - compute_ms)
-
-    def _copies_ms(self, shape: ModelShape, kind: LayerForm) -> float:
-        """Return the time of a layer's share of the copies to the host."""
-        pcie = self.hardware.pcie_gb_per_s
-        offloaded = self.training.offloaded_layers
-        if not offloaded or pcie is None:
-            return 0.0
-        moved = layer_costs(shape, self.training, kind).kept.offload_bytes
-        share = min(1.0, offloaded / shape.num_layers)
-        return self.factor * share * moved / (pcie.value * self.efficiency.pcie * 1e6)
 
 
 def _different(places: int, draws: int) -> float:

@@ -100,14 +100,13 @@ def layer_treatments(shape: ModelShape, training: Training) -> tuple[LayerTreatm
         if "layernorm" not in training.recompute:
             alone = frozenset({"layernorm"})
             norms.append(LayerTreatment(alone, alone))
-    return tuple(_union(parts) for parts in product(norms, *choices))
-
-
-def _union(parts: Sequence[LayerTreatment]) -> LayerTreatment:
-    return LayerTreatment(
-        frozenset().union(*(part.names for part in parts)),
-        frozenset().union(*(part.modules for part in parts)),
-        any(part.lean for part in parts),
+    return tuple(
+        LayerTreatment(
+            frozenset().union(*(part.names for part in parts)),
+            frozenset().union(*(part.modules for part in parts)),
+            any(part.lean for part in parts),
+        )
+        for parts in product(norms, *choices)
     )
 
 
@@ -129,18 +128,23 @@ def with_menus(
     """
     cut = stages_with_menus(model, problem, sizes=sizes, shape=shape, machines=machines, most=most)
     table = _Table(shape, machines[0], len(machines))
-    indices = _single_layers(model)
-    menu = _menu(table, model.devices[0], list(_shares_of(indices)), most)
-    changed = {
-        "layers": [
-            _with_modes(layer, [table.mode(index, option, option.whole) for option in menu])
-            for index, layer in enumerate(model.layers)
-        ]
-    }
-    return (
-        Model.parse({name: getattr(model, name) for name in Model.model_fields} | changed),
-        cut,
-    )
+    counts = [("", 0.0), ("half of the layers", 0.5), ("layers", 1.0)]
+    selections = [
+        _Selection(label, whole, Counter((index, whole) for index in _single_layers(model)))
+        for label, whole in counts
+    ]
+    menu = _menu(table, model.devices[0], selections, most)
+    layers = []
+    for index, layer in enumerate(model.layers):
+        modes = [table.mode(index, option, option.whole) for option in menu]
+        elsewhere = {
+            kind: times.model_copy(update={"recompute_ms": None})
+            for kind, times in layer.times_on.items()
+        }
+        fields = {name: getattr(layer, name) for name in Layer.model_fields}
+        layers.append(Layer.model_validate(fields | _plain(modes) | {"times_on": elsewhere}))
+    fields = {name: getattr(model, name) for name in Model.model_fields}
+    return Model.parse(fields | {"layers": layers}), cut
 
 
 def stages_with_menus(
@@ -365,12 +369,6 @@ def _first(table: _Table, own: Sequence[int], whole: float) -> list[float]:
     ]
 
 
-def _shares_of(indices: Sequence[int]) -> Iterator[_Selection]:
-    """Yield for all layers of a model that none, half or all of each is recomputed in full."""
-    for label, whole in (("", 0.0), ("half of the layers", 0.5), ("layers", 1.0)):
-        yield _Selection(label, whole, Counter((index, whole) for index in indices))
-
-
 def _menu(
     table: _Table, device: ModelDevice, selections: Sequence[_Selection], most: int
 ) -> list[_ModeOffer]:
@@ -406,15 +404,6 @@ def _apart(table: _Table, chosen: _Selection, keep: _ModeOffer) -> _ModeOffer:
     return keep._replace(name="recompute", apart=True, forward_bytes=least, recompute_ms=ms)
 
 
-def _with_modes(layer: Layer, modes: Sequence[Mode]) -> Layer:
-    fields = {name: getattr(layer, name) for name in Layer.model_fields} | _plain(modes)
-    elsewhere = {
-        kind: times.model_copy(update={"recompute_ms": None})
-        for kind, times in layer.times_on.items()
-    }
-    return Layer.model_validate(fields | {"times_on": elsewhere})
-
-
 def _fused(
     table: _Table, own: Sequence[int], alone: Sequence[Stage], menu: Sequence[_ModeOffer]
 ) -> Stage:
@@ -448,20 +437,15 @@ def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:
     for s, menu in enumerate(problem.menus):
         in_flight = min(problem.num_microbatches, num_stages - s)
         room = problem.devices[s].usable_bytes - problem.static_bytes_of(s)
-        fitting = [
-            mode
-            for mode in menu
-            if not mode.offload_bytes
-            and mode.recompute != "apart"
-            and in_flight * mode.forward_bytes + _beside_bytes(mode) <= room
-        ]
+        fitting = []
+        for mode in menu:
+            # F or B needs more bytes while it runs than are held between them.
+            in_backward = mode.inside_bytes + mode.backward_workspace_bytes
+            workspace = max(mode.forward_workspace_bytes, in_backward)
+            is_plain = not mode.offload_bytes and mode.recompute != "apart"
+            if is_plain and in_flight * mode.forward_bytes + workspace <= room:
+                fitting.append(mode)
         if not fitting:
             return None
         found.append(min(fitting, key=lambda mode: mode.inside_ms))
     return tuple(found)
-
-
-def _beside_bytes(mode: CellMode) -> int:
-    """Return the bytes that F or B need while they run, beyond those held between them."""
-    in_backward = mode.inside_bytes + mode.backward_workspace_bytes
-    return max(mode.forward_workspace_bytes, in_backward)

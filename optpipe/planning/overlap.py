@@ -23,14 +23,13 @@ from optpipe.planning.layer_profile import LanePhase, PassPhases, profile_layers
 from optpipe.problem import LicensedPair
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from optpipe.measurements import Sample
     from optpipe.model import Model
     from optpipe.planning.machine import Machine
     from optpipe.planning.shape import ModelShape
     from optpipe.problem import Problem
-    from optpipe.stage import Stage
 
 __all__ = [
     "check_can_hide",
@@ -90,34 +89,19 @@ def together_ms(first: tuple[LanePhase, ...], second: tuple[LanePhase, ...]) -> 
     least = [[0.0] * len(up) for _ in across]
     for i in reversed(range(len(across))):
         for j in reversed(range(len(up))):
-            met = _first_conflict(first, second, across, up, (i, j))
-            if met is None:
+            # The first phases that need the same lane at the same time, if both passes go on.
+            a, b = i, j
+            while a < len(first) and b < len(second) and first[a].exchanges != second[b].exchanges:
+                ahead = (across[a + 1] - across[i]) - (up[b + 1] - up[j])
+                a += ahead <= _SAME_MS
+                b += ahead >= -_SAME_MS
+            if a == len(first) or b == len(second):
                 least[i][j] = max(across[-1] - across[i], up[-1] - up[j])
                 continue
-            a, b = met
             by_second = max(across[a] - across[i], up[b + 1] - up[j]) + least[a][b + 1]
             by_first = max(across[a + 1] - across[i], up[b] - up[j]) + least[a + 1][b]
             least[i][j] = min(by_second, by_first)
     return least[0][0]
-
-
-def _first_conflict(
-    first: Sequence[LanePhase],
-    second: Sequence[LanePhase],
-    across: Sequence[float],
-    up: Sequence[float],
-    corner: tuple[int, int],
-) -> tuple[int, int] | None:
-    """Return the first phases that need the same lane at the same time, if both passes go on."""
-    i, j = corner
-    x, y = across[i], up[j]
-    while i < len(first) and j < len(second):
-        if first[i].exchanges == second[j].exchanges:
-            return i, j
-        ahead = (across[i + 1] - x) - (up[j + 1] - y)
-        i += ahead <= _SAME_MS
-        j += ahead >= -_SAME_MS
-    return None
 
 
 # --- Pairs of a problem, and the time that each saves.
@@ -130,7 +114,20 @@ def licensed_pairs(
 
     Pairs that hide nothing are left out. ``sizes`` are the layers of each stage.
     """
-    return _pairs_among(problem, list(_stages(shape, machines, problem, sizes)))
+    stages = []
+    for stage, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        machine = machines[problem.placement[stage]]
+        layers = model_phases(shape, machine, len(machines))[end - size : end]
+        stages.append(
+            PassPhases(
+                tuple(phase for layer in layers for phase in layer.forward),
+                tuple(phase for layer in reversed(layers) for phase in layer.backward_input),
+                tuple(phase for layer in reversed(layers) for phase in layer.backward),
+                sum(layer.forward_launch_ms for layer in layers),
+                sum(layer.backward_launch_ms for layer in layers),
+            )
+        )
+    return _pairs_among(problem, stages)
 
 
 def measured_pairs(problem: Problem, samples: Iterable[Sample]) -> tuple[LicensedPair, ...]:
@@ -165,8 +162,11 @@ def _pairs_among(problem: Problem, stages: Sequence[PassPhases]) -> tuple[Licens
     for owned in problem.stages_of:
         for a in owned:
             for b in owned:
-                for letter in ("B", "I"):
-                    hidden = _hidden_of(problem, stages, a, b, letter)
+                stage = problem.stages[b]
+                passes = {"B": stage.fused_backward_ms, "I": stage.backward_input_ms}
+                for letter, back_ms in passes.items():
+                    most_ms = min(problem.stages[a].forward_ms, back_ms)
+                    hidden = _hidden_ms(stages[a], stages[b], letter, most_ms)
                     if hidden > 0:
                         pairs.append(
                             LicensedPair(forward=a, backward=b, with_=letter, hidden_ms=hidden)
@@ -221,29 +221,15 @@ def with_hidden(shape: ModelShape, machines: Sequence[Machine], model: Model) ->
     A stage's F, layer by layer next to the B of as many equal layers, hides at least their sum.
     `licensed_pairs` may find more.
     """
-    phases = iter(model_phases(shape, machines[0], len(machines)))
-    layers = []
-    for layer, stage in zip(model.layers, _first_of_each(model), strict=True):
-        one, *_ = (next(phases) for _ in range(layer.repeat))
+    phases = model_phases(shape, machines[0], len(machines))
+    layers, at = [], 0
+    for layer in model.layers:
+        one, stage = phases[at], model.stages_on[0][at]
+        at += layer.repeat
         most = min(stage.forward_ms, stage.fused_backward_ms)
         hidden = _hidden_ms(one, one, "B", most)
         layers.append(layer.model_copy(update={"hidden_ms": hidden}))
     return model.with_layers(layers)
-
-
-def _first_of_each(model: Model) -> Iterator[Stage]:
-    at = 0
-    for layer in model.layers:
-        yield model.stages_on[0][at]
-        at += layer.repeat
-
-
-def _hidden_of(
-    problem: Problem, stages: Sequence[PassPhases], a: int, b: int, letter: str
-) -> float:
-    stage = problem.stages[b]
-    back = stage.fused_backward_ms if letter == "B" else stage.backward_input_ms
-    return _hidden_ms(stages[a], stages[b], letter, min(problem.stages[a].forward_ms, back))
 
 
 def _hidden_ms(one: PassPhases, other: PassPhases, letter: str, most_ms: float) -> float:
@@ -262,22 +248,6 @@ def _hidden_ms(one: PassPhases, other: PassPhases, letter: str, most_ms: float) 
     shortest = max(together_ms(first, second), launches)
     hidden = floor((alone - shortest) * 10**_DIGITS) / 10**_DIGITS
     return float(max(0.0, min(hidden, most_ms)))
-
-
-def _stages(
-    shape: ModelShape, machines: Sequence[Machine], problem: Problem, sizes: Sequence[int]
-) -> Iterator[PassPhases]:
-    ends = list(accumulate(sizes))
-    for stage, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-        machine = machines[problem.placement[stage]]
-        layers = list(model_phases(shape, machine, len(machines)))[end - size : end]
-        yield PassPhases(
-            tuple(phase for layer in layers for phase in layer.forward),
-            tuple(phase for layer in reversed(layers) for phase in layer.backward_input),
-            tuple(phase for layer in reversed(layers) for phase in layer.backward),
-            sum(layer.forward_launch_ms for layer in layers),
-            sum(layer.backward_launch_ms for layer in layers),
-        )
 
 
 @lru_cache(maxsize=64)

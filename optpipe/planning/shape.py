@@ -13,12 +13,9 @@ from optpipe.errors import FieldError, FieldRef, InputError
 from optpipe.planning.trace import TRAINING_KERNELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from optpipe.planning.trace import TracedModel, TracedRank
-
-    _Refusal = tuple[bool, str, object, str]
-    """Whether it holds, the field, its value, and why."""
+    from optpipe.planning.trace import TracedModel
 
 __all__ = [
     "LORA_TARGETS",
@@ -863,90 +860,83 @@ class Training:
 
     def _check_traced(self, trace: TracedModel, name: str) -> None:
         """Refuse settings that a trace does not cover; ``name`` is the model's."""
-        rank = trace.rank(self.tp)
-        for is_other, field, value, text in (
-            *self._untraced_work(trace),
-            *self._untraced_ranks(rank),
-        ):
-            if is_other:
-                raise FieldError(FieldRef(field, value), f": {name!r} was traced {text}")
-
-    def _untraced_work(self, trace: TracedModel) -> Iterator[_Refusal]:
-        """Yield each reason why the training has other work than the traced one."""
-        lengths, sequence = self.lengths, self.sequence
+        rank, lora = trace.rank(self.tp), self.lora
         whole = "with whole sequences"
-        yield bool(lengths), "packed_lengths", lengths[:3], f"{whole}; leave them out"
-        yield (
-            sequence != trace.sequence,
-            "sequence",
-            sequence,
-            f"with {trace.sequence} tokens; choose that, or trace it with {sequence}",
-        )
-        for name in ("cp", "slices"):
-            degree = getattr(self, name)
-            yield degree > 1, name, degree, f"{whole}, which are not divided; choose 1"
-        modules = sorted(self.recompute - {"full"})
         layers = "by whole layers, which are recomputed as a whole"
-        yield bool(modules), "recompute", ",".join(modules), f"{layers}; choose full, or none"
-        yield self.lean, "lean", None, f"{layers}; leave it out"
-        yield not self.flash, "flash", None, "with flash attention; leave it on"
-        precision = self.precision
-        yield precision == "fp32", "precision", precision, "in bf16; choose it, or a narrower one"
-        optimizer = self.optimizer.name
-        yield (
-            optimizer == "muon",
-            "optimizer",
-            optimizer,
-            "without the sizes of its matrices, which Muon needs; choose adam or sgd",
-        )
-        yield (
-            self.routing != Routing(),
-            "expert_imbalance",
-            self.routing.imbalance[:3],
-            "with balanced routing; leave load and capacities out",
-        )
-        lora = self.lora
+        modules = sorted(self.recompute - {"full"})
         requested = None if lora is None else (lora.rank, lora.targets)
         own = None if trace.lora is None else (trace.lora.rank, frozenset(trace.lora.targets))
-        traced = "without adapters"
+        adapters = "without adapters"
         if trace.lora is not None:
-            traced = f"with rank {trace.lora.rank} on {', '.join(sorted(trace.lora.targets))}"
-        yield (
-            requested != own,
-            "lora_rank",
-            None if lora is None else lora.rank,
-            f"{traced}; choose that, or trace it again",
-        )
+            adapters = f"with rank {trace.lora.rank} on {', '.join(sorted(trace.lora.targets))}"
         kernels, compiled = TRAINING_KERNELS[trace.kernels]
-        yield (
-            (self.kernels, self.compiled) != (kernels, compiled),
-            "kernels",
-            self.kernels,
-            f"with {trace.kernels} kernels; choose {kernels}{' and compiled' * compiled}, or trace "
-            "it again",
+        refusals: tuple[tuple[bool, str, object, str], ...] = (
+            (bool(self.lengths), "packed_lengths", self.lengths[:3], f"{whole}; leave them out"),
+            (
+                self.sequence != trace.sequence,
+                "sequence",
+                self.sequence,
+                f"with {trace.sequence} tokens; choose that, or trace it with {self.sequence}",
+            ),
+            (self.cp > 1, "cp", self.cp, f"{whole}, which are not divided; choose 1"),
+            (self.slices > 1, "slices", self.slices, f"{whole}, which are not divided; choose 1"),
+            (bool(modules), "recompute", ",".join(modules), f"{layers}; choose full, or none"),
+            (self.lean, "lean", None, f"{layers}; leave it out"),
+            (not self.flash, "flash", None, "with flash attention; leave it on"),
+            (
+                self.precision == "fp32",
+                "precision",
+                self.precision,
+                "in bf16; choose it, or a narrower one",
+            ),
+            (
+                self.optimizer.name == "muon",
+                "optimizer",
+                self.optimizer.name,
+                "without the sizes of its matrices, which Muon needs; choose adam or sgd",
+            ),
+            (
+                self.routing != Routing(),
+                "expert_imbalance",
+                self.routing.imbalance[:3],
+                "with balanced routing; leave load and capacities out",
+            ),
+            (
+                requested != own,
+                "lora_rank",
+                None if lora is None else lora.rank,
+                f"{adapters}; choose that, or trace it again",
+            ),
+            (
+                (self.kernels, self.compiled) != (kernels, compiled),
+                "kernels",
+                self.kernels,
+                f"with {trace.kernels} kernels; choose {kernels}{' and compiled' * compiled}, or "
+                "trace it again",
+            ),
+            (
+                self.etp != rank.expert_tp,
+                "etp",
+                self.etp,
+                f"with tp {rank.tp} and each expert over {rank.expert_tp} ranks; choose "
+                f"{rank.expert_tp}",
+            ),
+            (
+                self.ep > 1 < rank.expert_tp,
+                "ep",
+                self.ep,
+                f"with experts divided over tp = {rank.tp} ranks; choose 1, or tp 1",
+            ),
+            (
+                rank.tp > 1 and self.sequence_parallel != rank.sequence_parallel,
+                "sequence_parallel",
+                self.sequence_parallel,
+                f"{'with' if rank.sequence_parallel else 'without'} it; choose the same",
+            ),
         )
-
-    def _untraced_ranks(self, rank: TracedRank) -> Iterator[_Refusal]:
-        """Yield each reason why the training divides the model otherwise than the traced one."""
-        yield (
-            self.etp != rank.expert_tp,
-            "etp",
-            self.etp,
-            f"with tp {rank.tp} and each expert over {rank.expert_tp} ranks; choose "
-            f"{rank.expert_tp}",
-        )
-        yield (
-            self.ep > 1 < rank.expert_tp,
-            "ep",
-            self.ep,
-            f"with experts divided over tp = {rank.tp} ranks; choose 1, or tp 1",
-        )
-        yield (
-            rank.tp > 1 and self.sequence_parallel != rank.sequence_parallel,
-            "sequence_parallel",
-            self.sequence_parallel,
-            f"{'with' if rank.sequence_parallel else 'without'} it; choose the same",
-        )
+        for is_other, field, value, text in refusals:
+            if is_other:
+                raise FieldError(FieldRef(field, value), f": {name!r} was traced {text}")
 
     def _check_optimizer(self) -> None:
         if self.optimizer.name == "muon" and self.lora is not None:

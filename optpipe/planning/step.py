@@ -143,22 +143,15 @@ def balanced_cut(costs: Sequence[NDArray[np.float64]]) -> tuple[tuple[int, ...],
         For each stage, the cost >= 0 of the layers start, ..., end - 1 at [end, start]; inf where
         that stage cannot have them. At least one cut has no infinite cost.
     """
-    largest = _least_largest(costs)
-    most = largest * _SLACK + 1e-300
-    return _least_sum([np.where(one <= most, one**2, np.inf) for one in costs]), largest
-
-
-def _least_largest(costs: Sequence[NDArray[np.float64]]) -> float:
     best = costs[0][:, 0]
     for cost in costs[1:]:
         best = np.maximum(cost, best[np.newaxis, :]).min(axis=1)
-    return float(best[-1])
-
-
-def _least_sum(costs: Sequence[NDArray[np.float64]]) -> tuple[int, ...]:
-    best = costs[0][:, 0]
+    largest = float(best[-1])
+    most = largest * _SLACK + 1e-300
+    squares = [np.where(one <= most, one**2, np.inf) for one in costs]
+    best = squares[0][:, 0]
     cuts = []
-    for cost in costs[1:]:
+    for cost in squares[1:]:
         sums = cost + best[np.newaxis, :]
         best = sums.min(axis=1)
         is_best = sums <= best[:, np.newaxis] * _SLACK
@@ -167,7 +160,7 @@ def _least_sum(costs: Sequence[NDArray[np.float64]]) -> tuple[int, ...]:
     for cut in reversed(cuts):
         sizes.append(end - int(cut[end]))
         end = int(cut[end])
-    return tuple([*sizes, end][::-1])
+    return tuple([*sizes, end][::-1]), largest
 
 
 Layout = Literal["balanced", "even"]
@@ -393,7 +386,7 @@ def step_estimate(
         one: [
             part for part in profile_layers(shape, one, pp=pipeline.pp) for _ in range(part.repeat)
         ]
-        for one in set(machines)
+        for one in dict.fromkeys(machines)
     }
     if sizes is None:
         sizes = cut_sizes(shape, parts, machines, pipeline)
@@ -489,10 +482,12 @@ def _timing(
         behind = [
             0.0, *accumulate(s.backward_ms + hop for s, hop in zip(stages, hops, strict=True))
         ]  # fmt: skip
-        totals = [
-            m * own + max(0.0, ahead[o[0]] + behind[o[0]] - _filled_ms(o, stages, pipeline))
-            for own, o in zip(busy, ranks, strict=True)
-        ]
+        # The idle time that delayed W's fill.
+        delayed = {"1f1b": 0, "zb-h1": 2, "zb-h2": 3}[pipeline.schedule] * (pipeline.pp - 1)
+        totals = []
+        for own, o in zip(busy, ranks, strict=True):
+            filled = delayed * sum(stages[index].weight_ms for index in o)
+            totals.append(m * own + max(0.0, ahead[o[0]] + behind[o[0]] - filled))
     slowest = max(range(len(ranks)), key=totals.__getitem__)
     spent = Spent()
     for index in ranks[slowest]:
@@ -540,12 +535,6 @@ def _one_f_one_b(
         ahead.append(ahead[-1] + stage.forward_ms + hop)
         behind.append(behind[-1] + stage.backward_ms + hop)
     return ahead, behind, totals
-
-
-def _filled_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: PipelineCut) -> float:
-    """Return the idle time that delayed W's fill."""
-    times = {"1f1b": 0, "zb-h1": 2, "zb-h2": 3}[pipeline.schedule] * (pipeline.pp - 1)
-    return times * sum(stages[index].weight_ms for index in owned) if times else 0.0
 
 
 def _late_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: PipelineCut) -> float:

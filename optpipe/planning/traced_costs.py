@@ -88,12 +88,12 @@ def _costs(layer: TracedLayer, training: Training, *, is_layer: bool = True) -> 
         layer.experts_backward_weight,
     )
     routed = PassCosts(*(_work(work, training, weights=1 / ep) for work in experts))
-    whole = PassCosts(
-        *(
-            _without_remote(_work(work, training), one, training)
-            for work, one in zip(passes, experts, strict=True)
-        )
-    )
+    whole = []
+    for one, of_experts in zip(passes, experts, strict=True):
+        found = _work(one, training)
+        # Weights of experts on other expert-parallel ranks are not read.
+        remote = (1 - 1 / ep) * of_experts.fixed.weight_bytes
+        whole.append(found._replace(weight_bytes=found.weight_bytes - remote))
     forward, back, weight = whole
     added = 2.0 * training.gradient_bytes
     weight = weight._replace(gradient_bytes=added * parameters.total)
@@ -118,12 +118,6 @@ def _costs(layer: TracedLayer, training: Training, *, is_layer: bool = True) -> 
         forward_workspace_bytes=layer.forward_workspace_bytes.at(b),
         backward_workspace_bytes=workspace,
     )
-
-
-def _without_remote(work: PassCost, experts: LinearWork, training: Training) -> PassCost:
-    """Return the work without the weights of experts that are on other expert-parallel ranks."""
-    remote = (1 - 1 / training.ep) * experts.fixed.weight_bytes
-    return work._replace(weight_bytes=work.weight_bytes - remote)
 
 
 def _work(work: LinearWork, training: Training, *, weights: float = 1.0) -> PassCost:

@@ -22,12 +22,8 @@ from optpipe.planning import (
     shape_from_config,
     total_parameters,
 )
-from optpipe.planning.catalogue import MODEL_TYPES
 from optpipe.planning.parameters import (
-    embedding_parameters,
-    head_parameters,
     layer_parameters,
-    mtp_parameters,
 )
 
 # What the published checkpoints hold, to the last parameter (looked up: docs/estimate.md);
@@ -135,17 +131,6 @@ def test_active_parameters_are_the_published_ones(name, billions) -> None:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_parts_make_the_whole(name) -> None:
-    shape = MODELS[name]
-    layers = sum(count * layer_parameters(shape, kind).total for kind, count in shape.kinds)
-    layers += shape.mtp * mtp_parameters(shape).total
-    shared = shape.vocab * shape.hidden if shape.tied else 0
-    parts = embedding_parameters(shape) + layers + head_parameters(shape) - shared
-    assert parts == total_parameters(shape)
-    assert shape.source
-
-
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from([2, 4, 8]))
 def test_tensor_parallel_ranks_hold_at_least_their_share(name, tp) -> None:
     """Nothing gets lost: together they hold every parameter, what is not split several times."""
@@ -156,13 +141,6 @@ def test_tensor_parallel_ranks_hold_at_least_their_share(name, tp) -> None:
         whole = layer_parameters(shape, kind).total
         split = layer_parameters(shape, kind, tp=tp, etp=tp).total
         assert whole <= tp * split < 1.7 * whole
-
-
-def test_experts_are_spread() -> None:
-    shape = find_model("mixtral-8x7b")
-    whole, part = (layer_parameters(shape, shape.layer_kinds[0], ep=ep) for ep in (1, 4))
-    assert part.experts * 4 == whole.experts
-    assert part.common == whole.common
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
@@ -326,6 +304,7 @@ def test_other_patterns_of_attention_are_refused(types) -> None:
         ("phi3-mini", 3_821_079_552, {2047}),
         ("glm-4.5-air", 106_852_245_504, {0}),
         ("glm-4.5", 352_797_814_784, {0}),
+        ("gpt2", 124_439_808, {0}),
     ],
 )
 def test_a_config_beside_the_catalogue_has_the_parameters_of_its_model(
@@ -360,17 +339,10 @@ def test_a_window_under_its_older_name_is_read() -> None:
         shape_from_config(json.dumps(today | {"sliding_window_size": 1, "sliding_window": 4096}))
 
 
-def test_gpt2_is_read() -> None:
-    """Its 124,439,808 parameters, learned positions and biases among them."""
-    found = shape_from_config(json.dumps(PUBLISHED_CONFIGS["gpt2"]))
-    assert total_parameters(found) == 124_439_808
-    assert found.dropout
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mamba"}, "model_type = 'mamba' is not understood"),
+        ({"model_type": "mamba"}, r"= 'mamba' is not understood \(only deepseek_v2, deepseek_v3, "),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000: must be at most 4096"),
         ({"model_type": None}, "model_type = None"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu' is not understood"),
@@ -420,20 +392,7 @@ def test_what_json_lacks_matters_only_in_fields_that_are_read(name, constant) ->
                     shape_from_config(text)
 
 
-def test_a_model_without_a_formula_is_named_whatever_json_lacks() -> None:
-    """As the file of Nemotron-H 56B: Mamba layers, with a limit of Infinity."""
-    text = '{"model_type": "nemotron_h", "time_step_limit": [0.0, Infinity]}'
-    with pytest.raises(InputError, match="model_type = 'nemotron_h' is not understood"):
-        shape_from_config(text)
-
-
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}', ""])
 def test_what_is_no_json_object_is_refused(text) -> None:
     with pytest.raises(InputError):
         shape_from_config(text)
-
-
-def test_the_list_of_types_is_sorted_and_told() -> None:
-    assert list(MODEL_TYPES) == sorted(MODEL_TYPES)
-    with pytest.raises(InputError, match="deepseek_v2, deepseek_v3, gemma, "):
-        shape_from_config('{"model_type": "t5"}')

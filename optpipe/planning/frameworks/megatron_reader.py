@@ -117,6 +117,12 @@ def read_megatron(
             f"{dp} data-parallel ranks; correct one of them"
         )
     stages, chunks = _stages_said(said, shape, pp)
+    attention = said.word("attention_backend", "auto").rpartition(".")[2]
+    if numbers := said.words("attention_backend._args_"):
+        attention = dict(zip("12345", ATTENTION_BACKENDS, strict=True)).get(numbers[0], "auto")
+    # The switch of all overlaps: that of gradients, or without replicas that of tensors.
+    is_split = tp > 1 and said.flag("sequence_parallel")
+    overlap = "tp_comm_overlap" if is_split and cp * dp == 1 else "overlap_grad_reduce"
     training = Training(
         micro_batch=micro_batch,
         sequence=said.degree("seq_length", sequence),
@@ -127,12 +133,12 @@ def read_megatron(
         etp=etp,
         zero=_zero_said(said),
         precision=cast("Precision", _precision_said(said)),
-        flash=_attention_said(said) not in ("unfused", "local"),
+        flash=attention not in ("unfused", "local"),
         sequence_parallel=tp == 1 or said.flag("sequence_parallel"),
         recompute=_recompute_said(said, shape, pp),
         cuda_graphs=_graphs_of(said) != "none",
         dispatcher=cast("Dispatcher", _dispatcher_said(said, shape)),
-        overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
+        overlap=said.flag(overlap, default=not said.is_arguments),
         offloaded_layers=_offload_said(said, shape),
         optimizer=_read_optimizer(said),
         routing=_read_routing(said) if has_experts else Routing(),
@@ -549,7 +555,11 @@ def _stages_said(
             )
         split = replace(split, chunks=padded // (pp * each))
     if broken := split.refusal:
-        raise InputError(f"{split}: {broken}; {_advice(split, shape, said.is_arguments)}")
+        advice = "leave them out"
+        if pp > 1:
+            nearest = _nearest(split, shape, is_arguments=said.is_arguments)
+            advice = f"the nearest that starts: {nearest}"
+        raise InputError(f"{split}: {broken}; {advice}")
     if pp == 1 or not options:
         return (), split.chunks
     return _stages_with(split.layers, shape.mtp), split.chunks
@@ -699,12 +709,6 @@ def check_even_cut(shape: ModelShape, pp: int, chunks: int) -> None:
         )
 
 
-def _advice(split: MegatronSplit, shape: ModelShape, is_arguments: bool) -> str:
-    if split.pp == 1:
-        return "leave them out"
-    return f"the nearest that starts: {_nearest(split, shape, is_arguments=is_arguments)}"
-
-
 def _nearest(split: MegatronSplit, shape: ModelShape, *, is_arguments: bool) -> str:
     """Return what to give for the cut closest to an even one, embedding and head counted.
 
@@ -729,27 +733,22 @@ def _nearest(split: MegatronSplit, shape: ModelShape, *, is_arguments: bool) -> 
     best = min((one for one in tried if not one.refusal), key=size, default=None)
     if best is not None and size(best)[0] <= max(sizes):
         each = f" ({', '.join(map(str, best.layers))} layers)" if count <= _MOST_SHOWN else ""
-        return f"{_options(best, is_arguments)}{each}"
+        flags = {option.field: option.argument for option in OPTIONS}
+        found = []
+        for name, value in zip(_SPLIT, best.values, strict=True):
+            flag = flags.get(name) or f"--{name.replace('_', '-')}"
+            if value is not None and is_arguments:
+                found.append(flag if value is True else f"{flag} {value}")
+            elif value is not None:
+                found.append(f"{name} = {str(value).lower()}")
+        options = (" " if is_arguments else ", ").join(found) or "none of these options"
+        return f"{options}{each}"
     if 0 in sizes:
         return f"as many stages as the {n} layers at most, by a lower pp or fewer chunks"
     layers = [sizes[0] - 1, *sizes[1:-1], sizes[-1] - shape.mtp - 1]
     text = layout_text(_stages_with(layers, shape.mtp), pp)
     name = "pipeline_model_parallel_layout"
     return f"--{name.replace('_', '-')} '{text}'" if is_arguments else f"{name} = '{text}'"
-
-
-def _options(split: MegatronSplit, is_arguments: bool) -> str:
-    flags = {option.field: option.argument for option in OPTIONS}
-    found = []
-    for name, value in zip(_SPLIT, split.values, strict=True):
-        if value is None:
-            continue
-        flag = flags.get(name) or f"--{name.replace('_', '-')}"
-        if is_arguments:
-            found.append(flag if value is True else f"{flag} {value}")
-        else:
-            found.append(f"{name} = {str(value).lower()}")
-    return (" " if is_arguments else ", ").join(found) or "none of these options"
 
 
 def _stages_with(layers: Sequence[int], mtp: int) -> tuple[StageLayers, ...]:
@@ -842,13 +841,6 @@ def _precision_said(said: FrameworkSettings) -> str:
     return "bf16" if said.flag("bf16", default=is_default or "bf16" in recipe) else "fp32"
 
 
-def _attention_said(said: FrameworkSettings) -> str:
-    numbers = said.words("attention_backend._args_")
-    if numbers:
-        return dict(zip("12345", ATTENTION_BACKENDS, strict=True)).get(numbers[0], "auto")
-    return said.word("attention_backend", "auto").rpartition(".")[2]
-
-
 def _recompute_said(said: FrameworkSettings, shape: ModelShape, pp: int) -> frozenset[str]:
     granularity = said.word("recompute_granularity", "")
     if said.flag("recompute_activations"):
@@ -879,12 +871,6 @@ def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
             "estimated; give one of these"
         )
     return "deduplicated" if kind == "flex" else "alltoall"
-
-
-def _overlap_name(said: FrameworkSettings, replicas: int) -> str:
-    """Return the switch of all overlaps: that of gradients, or without replicas that of tensors."""
-    is_split = said.degree("tensor_model_parallel_size", 1) > 1 and said.flag("sequence_parallel")
-    return "tp_comm_overlap" if is_split and replicas == 1 else "overlap_grad_reduce"
 
 
 def _offload_said(said: FrameworkSettings, shape: ModelShape) -> int:

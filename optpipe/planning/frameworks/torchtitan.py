@@ -183,7 +183,8 @@ def _config_text(
         *_option_lines(configuration, schedule, csv),
     ]
     if classes or training.compiled or _is_async(training):
-        body.append(f"config.compile = CompileConfig(enable=True{_async(training)})")
+        is_async = ", enable_async_tensor_parallel=True" * _is_async(training)
+        body.append(f"config.compile = CompileConfig(enable=True{is_async})")
     recompute = "FullAC.Config()" if training.recompute else "None"
     body += [f"config.activation_checkpoint = {recompute}", "return config"]
     return "\n".join(
@@ -311,10 +312,6 @@ def _modules(configuration: Configuration) -> list[list[str]]:
 
 def _is_async(training: Training) -> bool:
     return training.tp > 1 and training.overlap
-
-
-def _async(training: Training) -> str:
-    return ", enable_async_tensor_parallel=True" if _is_async(training) else ""
 
 
 # --- What is read.
@@ -493,7 +490,14 @@ def _values(text: str) -> dict[str, Any]:
             for target in targets:
                 _take(found, ast.unparse(target).partition(".")[2], node.value)
         elif isinstance(node, ast.Call):
-            _take_call(found, node)
+            # Arguments of a section's class, and what converters and registries are called.
+            called = ast.unparse(node.func).removesuffix(".Config").rpartition(".")[2]
+            section = _SECTIONS.get(called, "model" if called == "model_registry" else "")
+            for keyword in node.keywords:
+                name = keyword.arg or ""
+                _take(found, f"{section}.{name}" if section else name, keyword.value)
+            narrow = [one for one, classes in _CONVERTERS.items() if called in classes]
+            found["narrow"] = narrow or found["narrow"]
     return found
 
 
@@ -504,18 +508,6 @@ def _flat(read: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, name)
         else:
             yield f"{section}.{name}", value
-
-
-def _take_call(found: dict[str, Any], call: ast.Call) -> None:
-    """Take the arguments of a section's class, and what converters and registries are called."""
-    called = ast.unparse(call.func).removesuffix(".Config").rpartition(".")[2]
-    section = _SECTIONS.get(called, "model" if called == "model_registry" else "")
-    for keyword in call.keywords:
-        name = keyword.arg or ""
-        _take(found, f"{section}.{name}" if section else name, keyword.value)
-    for precision, classes in _CONVERTERS.items():
-        if called in classes:
-            found["narrow"] = [precision]
 
 
 def _take(found: dict[str, Any], name: str, node: ast.expr) -> None:

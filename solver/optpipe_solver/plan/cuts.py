@@ -248,11 +248,8 @@ def _dominates(one: _Label, other: _Label) -> bool:
     return all(a <= b for (_, x), (_, y) in pairs for a, b in zip(x, y, strict=True))
 
 
-def roomiest_cut(table: RunTable, line: PlacementLine) -> tuple[tuple[int, ...], int]:
-    """Return the cut of a linear line with the most free bytes on its fullest device, and these.
-
-    A negative number proves that no cut fits, and is the minimum that the fullest device lacks.
-    """
+def roomiest_cut(table: RunTable, line: PlacementLine) -> tuple[int, ...]:
+    """Return the cut of a linear line with the most free bytes on its fullest device."""
     n, usable = table.num_layers, [table.model.devices[d].usable_bytes for d in line.order]
     used = np.full((len(line.order), n + 1, n + 1), np.inf)
     for k, device in enumerate(line.order):
@@ -260,8 +257,7 @@ def roomiest_cut(table: RunTable, line: PlacementLine) -> tuple[tuple[int, ...],
             for end in range(start + 1, n + 1):
                 run = table.run(device, start, end)
                 used[k, end, start] = run.static_bytes + run.needed_bytes + max(usable) - usable[k]
-    sizes, most = balanced_cut(list(used))
-    return sizes, max(usable) - int(most)
+    return balanced_cut(list(used))[0]
 
 
 # --- Lower bounds for every cut and placement of a model.

@@ -124,7 +124,11 @@ def device_orders(model: Model) -> Iterator[tuple[int, ...]]:
         for pattern in chain(_blocks(classes, length), _patterns(tuple(sorted(classes)), length)):
             if pattern not in seen:
                 seen.add(pattern)
-                yield _with_devices(pattern, classes)
+                members = {
+                    first: iter([device for device, own in enumerate(classes) if own == first])
+                    for first in set(classes)
+                }
+                yield tuple(next(members[first]) for first in pattern)
 
 
 def _classes(model: Model) -> tuple[int, ...]:
@@ -176,14 +180,6 @@ def _patterns(left: tuple[int, ...], length: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _with_devices(pattern: tuple[int, ...], classes: tuple[int, ...]) -> tuple[int, ...]:
-    members = {
-        first: iter([device for device, found in enumerate(classes) if found == first])
-        for first in set(classes)
-    }
-    return tuple(next(members[first]) for first in pattern)
-
-
 # --- The cost of every run of layers as one stage, per kind of device, for the search of cuts.
 
 
@@ -222,8 +218,12 @@ class RunTable:
         for device, layers in zip(model.devices, model.stages_on, strict=True):
             kind = (device.type, device.speed, device.can_offload)
             if kind not in known:
+                # By first layer: every run that starts with it, the shortest first.
                 known[kind] = [
-                    [_run(stage, can_offload=device.can_offload) for stage in _from(layers, start)]
+                    [
+                        _run(stage, can_offload=device.can_offload)
+                        for stage in accumulate(layers[start:], fuse)
+                    ]
                     for start in range(len(layers))
                 ]
             self._rows.append(known[kind])
@@ -231,11 +231,6 @@ class RunTable:
     def run(self, device: int, start: int, end: int) -> LayerRun:
         """Return the run of layers start, ..., end - 1 on a device."""
         return self._rows[device][start][end - start - 1]
-
-
-def _from(layers: tuple[Stage, ...], start: int) -> list[Stage]:
-    """Return every run that starts with layer ``start``, shortest first."""
-    return list(accumulate(layers[start:], fuse))
 
 
 def _run(stage: Stage, *, can_offload: bool) -> LayerRun:

@@ -156,7 +156,11 @@ def plan(
     if start is not None:
         search.adopt(*start)
     search.run()
-    rows = _rows(search)
+    ranked = sorted(
+        search.candidates.values(),
+        key=lambda one: (one is not search.best, one.objective_ms, one.bound_ms),
+    )
+    rows = tuple(candidate.row(search.best) for candidate in ranked)
     even = search.even.row(search.best)
     searched = _searched(lines, search.num_cut_lines)
     if search.best is None:
@@ -208,14 +212,6 @@ def _searched(lines: Lines, num_cut: int) -> str:
     )
 
 
-def _rows(search: PlanSearch) -> tuple[PlanRow, ...]:
-    ranked = sorted(
-        search.candidates.values(),
-        key=lambda one: (one is not search.best, one.objective_ms, one.bound_ms),
-    )
-    return tuple(candidate.row(search.best) for candidate in ranked)
-
-
 def _schedule(best: CutCandidate, stop: Stop) -> Schedule:
     if best.best.programs is None:
         raise ValueError("the best candidate has programs")
@@ -240,10 +236,16 @@ def _without_schedule(
 ) -> PlanResult:
     """Return the lack of memory in words, and whether it is proven for every cut of the set."""
     proven = search.nothing_fits
-    message = "no cut of the placements searched fits the memory limits"
-    missing, needs = _least_missing(search)
-    if proven:
-        message = f"{message} (proven)"
+    message = "no cut of the placements searched fits the memory limits" + " (proven)" * proven
+    # The linear cut nearest to fitting.
+    line = PlacementLine("linear", 1, natural_order(search.model))
+    sizes = roomiest_cut(search.table, line)
+    feasible = feasibility(search.model.problem(line.placement, sizes))
+    missing = "a linear one does; add linear to the placements and 1 to the chunks"
+    needs = {}
+    if feasible.plan is None:
+        needs, layers = feasible.needs, " ".join(map(str, sizes))
+        missing = f"with layers {layers} on the devices in their order, {needs_text(needs)}"
     return PlanResult(
         status=SolveStatus.INFEASIBLE if proven else SolveStatus.UNKNOWN,
         problem=None,
@@ -255,15 +257,3 @@ def _without_schedule(
         message=f"{message}: {missing}",
         needs=needs,
     )
-
-
-def _least_missing(search: PlanSearch) -> tuple[str, dict[str, int]]:
-    """Return the memory that the linear cut nearest to fitting needs, in words and in bytes."""
-    line = PlacementLine("linear", 1, natural_order(search.model))
-    sizes, _ = roomiest_cut(search.table, line)
-    feasible = feasibility(search.model.problem(line.placement, sizes))
-    if feasible.plan is not None:
-        return "a linear one does; add linear to the placements and 1 to the chunks", {}
-    layers = " ".join(map(str, sizes))
-    missing = needs_text(feasible.needs)
-    return f"with layers {layers} on the devices in their order, {missing}", feasible.needs

@@ -134,7 +134,9 @@ class PlanSearch:
         self.pending = sorted(self.lines, key=lambda line: self.line_bounds[line])
         self.num_cut_lines = 0
         self.table = RunTable(shorter)
-        self.even = self._add(*self._naive(), is_even=True)
+        order = natural_order(model)
+        naive = PlacementLine("linear", 1, order)
+        self.even = self._add(naive, even_cut(model.num_layers, len(order)), is_even=True)
 
     def run(self) -> None:
         """Search until the time is over or no candidate can be better."""
@@ -184,10 +186,6 @@ class PlanSearch:
         fits = any(bound < math.inf for bound in self.line_bounds.values())
         return bool(self.even.misfit) and not fits
 
-    def _naive(self) -> tuple[PlacementLine, tuple[int, ...]]:
-        order = natural_order(self.model)
-        return PlacementLine("linear", 1, order), even_cut(self.model.num_layers, len(order))
-
     def _add(
         self, line: PlacementLine, sizes: tuple[int, ...], *, is_even: bool = False
     ) -> CutCandidate:
@@ -210,7 +208,8 @@ class PlanSearch:
             if line.free or cells > _MOST_PATTERN_CELLS:
                 continue
             for plan in hand_plans(self.model, line.placement):
-                programs = plan.programs() if self._is_shorter(plan.objective_ms) else None
+                length_ms = math.inf if plan.objective_ms is None else plan.objective_ms
+                programs = plan.programs() if length_ms < self.objective_ms else None
                 if programs is not None:
                     candidate = self._add(line, plan.sizes)
                     candidate.best.offer(programs, f"{plan.family} with {plan.mode}")
@@ -218,9 +217,6 @@ class PlanSearch:
                 self.stop.spend(cells / _HAND_CELLS)
                 if self.stop.is_over():
                     return
-
-    def _is_shorter(self, objective_ms: float | None) -> bool:
-        return objective_ms is not None and objective_ms < self.objective_ms
 
     def _plan_patterns(self, phase: Stop) -> None:
         """Let the plan MILP choose cut and modes for each pattern of the plain lines."""
@@ -344,22 +340,16 @@ class PlanSearch:
         self.turn = phase
         centres = self._ranked()[:_CENTRES]
         while centres and not phase.is_over() and not self.is_finished:
-            centre = centres.pop(0)
-            better = self._best_neighbour(centre, phase)
-            if better is not None:
-                centres.append(better)
-
-    def _best_neighbour(self, centre: CutCandidate, phase: Stop) -> CutCandidate | None:
-        near = self._neighbours(centre, phase)
-        promising = sorted((one for one in near if one.quick_ms is None), key=_by_bound)
-        found = None
-        for candidate in promising[:_TRIED_NEIGHBOURS]:
-            if phase.is_over():
-                break
-            self._evaluate(candidate, phase, centre)
-            if candidate.objective_ms < (found or centre).objective_ms:
-                found = candidate
-        return found
+            best = centre = centres.pop(0)
+            near = [one for one in self._neighbours(centre, phase) if one.quick_ms is None]
+            for candidate in sorted(near, key=_by_bound)[:_TRIED_NEIGHBOURS]:
+                if phase.is_over():
+                    break
+                self._evaluate(candidate, phase, centre)
+                if candidate.objective_ms < best.objective_ms:
+                    best = candidate
+            if best is not centre:
+                centres.append(best)
 
     def _halve(self, phase: Stop) -> None:
         """Search the best ones longer and longer, half as many each time; the even cut stays."""
@@ -584,10 +574,18 @@ def evaluate_quickly(
     stop
         The limit; checked between families once programs are known.
     """
-    best = candidate.best
+    best, problem = candidate.best, candidate.problem
     known = [best.offer(programs, "neighbour") for programs in relatives]
-    if not any(known) or candidate.problem.pairs:
-        _try_families(candidate, stop)
+    if not any(known) or problem.pairs:
+        cells = len(problem.stages) * problem.num_microbatches
+        is_small = cells < _SLOW_FROM_CELLS
+        names = [one.name for one in FAMILIES if is_small or one.name not in _SLOW]
+        for start in all_starts(problem, names):
+            stop.spend(cells / _FAMILY_CELLS)
+            if start.programs is not None and start.legal:
+                best.offer(start.programs, start.method)
+            if best.programs is not None and stop.is_over():
+                break
     search(candidate, stop, search_s, stop.seed)
     if best.programs is not None:
         candidate.quick_ms = best.objective_ms
@@ -605,20 +603,6 @@ def search(candidate: CutCandidate, stop: Stop, share: float, seed: int) -> None
     improve(candidate.best, turn)
     # Spend the full share even if the search ended early with a proven optimum.
     stop.spend(share)
-
-
-def _try_families(candidate: CutCandidate, stop: Stop) -> None:
-    problem = candidate.problem
-    cells = len(problem.stages) * problem.num_microbatches
-    names = [
-        family.name for family in FAMILIES if family.name not in _SLOW or cells < _SLOW_FROM_CELLS
-    ]
-    for start in all_starts(problem, names):
-        stop.spend(cells / _FAMILY_CELLS)
-        if start.programs is not None and start.legal:
-            candidate.best.offer(start.programs, start.method)
-        if candidate.best.programs is not None and stop.is_over():
-            return
 
 
 # --- Plans by hand: an even cut, or one layer less at both ends, and one mode for all stages.

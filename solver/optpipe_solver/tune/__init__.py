@@ -8,8 +8,7 @@ from optpipe_solver.tune.document import (
     read_row,
 )
 from optpipe_solver.tune.judge import ScalingRow, TuneCheckpoint, TuneRow, judge, recut
-from optpipe_solver.tune.scaling import tune_counts
-from optpipe_solver.tune.shortage import shortage
+from optpipe_solver.tune.scaling import shortage, tune_counts
 from optpipe_solver.tune.space import FIXABLE, FRAMEWORKS, TuneQuestion
 from optpipe_solver.tune.tune import TaskPool, TaskResult, TuneCounts, TuneResult, tune
 

@@ -111,7 +111,7 @@ class LayerTable:
         static = [static_bytes(one.parameters, training).total for one in kinds_of_layer]
         self.whole_parts_on = {
             hardware: [
-                one.numbers[which].with_static(total)
+                one.numbers[which]._replace(static=total)
                 for one, total in zip(kinds_of_layer, static, strict=True)
             ]
             for which, hardware in enumerate(machines)
@@ -125,10 +125,17 @@ class LayerTable:
             )  # fmt: skip
         self.parts = self.parts_on[self.ranks[0]]
         self.whole_ms = _whole_ms(self.parts)
-        self.slow = [_slower(self.parts, self.parts_on[one]) for one in self.ranks]
-        self.share = 1.0
-        if not self.fused:
-            self.share = min(min(_shares(parts)) for parts in self.parts_on.values())
+        # The minimum ratio of a rank's times to the first rank's, over the layers.
+        self.slow = [
+            min(
+                part.whole_ms / first.whole_ms
+                for first, part in zip(self.parts, self.parts_on[one], strict=True)
+                if first.whole_ms > 0
+            )
+            for one in self.ranks
+        ]
+        every = [part for parts in self.parts_on.values() for part in parts if part.whole_ms > 0]
+        self.share = 1.0 if self.fused else min(one.forward_ms / one.whole_ms for one in every)
         self.workspace = min(
             max(part.forward_workspace, part.back_workspace) for part in self.parts
         )
@@ -142,7 +149,9 @@ class LayerTable:
         inner = (min(p.whole_ms for p in self.parts_on[one][1:-1]) for one in self.ranks[1:-1])
         # The embedding in the first stage, a layer in each of the others before a rank's own.
         self.ahead_ms = [0.0, *accumulate((*firsts, *inner))][:pp]
-        parameters = _sum(kinds_of_layer)
+        parameters = RankParameters(0)
+        for kind in kinds_of_layer:
+            parameters = parameters.plus(kind.parameters.times(kind.numbers[0].number))
         self.after_ms = _after_ms(parameters, list(machines.values()), is_pipelined=pp > 1) / pp
 
     @property
@@ -226,15 +235,12 @@ class _Packing:
         self.lasts = [table.parts_on[one][-1] for one in table.ranks]
         self.number = self.layers[0].number
         self.is_all = self.number == sum(part.number for part in table.parts[1:-1])
-        self.counts = [self._counts(rank, candidate) for rank in range(self.pp)]
+        # The minimum number of micro-batches that each stage of a rank holds together.
+        self.counts: list[tuple[int, ...]] = [(1,) * candidate.chunks] * self.pp
+        if table.fused:
+            self.counts = [in_flight(rank, candidate.cut()) for rank in range(self.pp)]
         m = candidate.num_microbatches
         self.ahead_ms = [table.share * ahead_ms / m for ahead_ms in table.ahead_ms]
-
-    def _counts(self, rank: int, candidate: TuneCandidate) -> tuple[int, ...]:
-        """Return the minimum number of micro-batches that each stage of a rank holds together."""
-        if self.table.fused:
-            return in_flight(rank, candidate.cut())
-        return (1,) * candidate.chunks
 
     def least_ms(self) -> float:
         """Return the minimum ms per micro-batch that the busiest rank computes and waits."""
@@ -348,7 +354,15 @@ def _kinds_of_layer(
     hidden: dict[tuple[tuple[LayerProfile, ...], ...], tuple[tuple[float, float], ...]] = {}
     numbers: dict[tuple[tuple[LayerProfile, ...], ...], int] = {}
     at = 0
-    for same in zip(*(_sliced_parts(shape, one, slices, pp) for one in machines), strict=True):
+    cut_on = [
+        [one._replace(training=_slice_of(one.training, slices, k)) for k in range(slices)]
+        for one in machines
+    ]
+    # Each kind of layer, on each accelerator, with one profile per slice.
+    parts_on = [
+        zip(*(profile_layers(shape, one, pp=pp) for one in cuts), strict=True) for cuts in cut_on
+    ]
+    for same in zip(*parts_on, strict=True):
         repeat = same[0][0].repeat
         hidden[same] = tuple(one[at] if pairs else (0.0, 0.0) for one in hidden_on)
         numbers[same] = numbers.get(same, 0) + repeat
@@ -369,15 +383,6 @@ def _slice_of(training: Training, slices: int, index: int) -> Training:
     if (training.slices, training.slice_index) == (slices, index):
         return training
     return replace(training, slices=slices, slice_index=index)
-
-
-def _sliced_parts(
-    shape: ModelShape, machine: Machine, slices: int, pp: int
-) -> Iterator[tuple[LayerProfile, ...]]:
-    """Yield each kind of layer with one profile per slice."""
-    cuts = (_slice_of(machine.training, slices, index) for index in range(slices))
-    ranks = (machine._replace(training=cut) for cut in cuts)
-    return zip(*(profile_layers(shape, one, pp=pp) for one in ranks), strict=True)
 
 
 def _numbers_of(
@@ -405,17 +410,6 @@ def _numbers_of(
 
 def _whole_ms(parts: Sequence[LayerNumbers]) -> float:
     return sum(part.number * part.whole_ms for part in parts)
-
-
-def _slower(first: Sequence[LayerNumbers], other: Sequence[LayerNumbers]) -> float:
-    """Return the minimum ratio of the other layers' times to the first ones'."""
-    ratios = [b.whole_ms / a.whole_ms for a, b in zip(first, other, strict=True) if a.whole_ms > 0]
-    return min(ratios)
-
-
-def _shares(parts: Sequence[LayerNumbers]) -> list[float]:
-    """Return F's share of each layer that takes time."""
-    return [part.forward_ms / part.whole_ms for part in parts if part.whole_ms > 0]
 
 
 def _most_work(slow: Sequence[float], share: float, m: int) -> float:
@@ -447,11 +441,3 @@ def _after_ms(
                 getattr(one, name)(part, is_pipelined=is_pipelined).unhidden_ms for one in machines
             )
     return found
-
-
-def _sum(kinds: Sequence[_KindOfLayer]) -> RankParameters:
-    parameters = RankParameters(0)
-    for one in kinds:
-        number = one.numbers[0].number
-        parameters = parameters.plus(one.parameters.times(number))
-    return parameters

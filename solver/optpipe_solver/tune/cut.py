@@ -96,10 +96,6 @@ class LayerNumbers(NamedTuple):
         alone = forward_ms, back_ms
         return (*alone, forward_ms - self.hidden_forward_ms, back_ms - self.hidden_back_ms)
 
-    def with_static(self, static: float) -> LayerNumbers:
-        """Return the layer with this number of static bytes."""
-        return LayerNumbers(*self[:4], static, *self[5:])
-
     @property
     def computed(self) -> LayerNumbers:
         """The layer with passes that last as long as they compute."""
@@ -317,7 +313,7 @@ def best_cut(
     """
     stop = stop or Stop(inf)
     limit = stop.limit_s if stop.work is None else stop.left_work
-    kept = _kept(given, enough_ms, limit, stop.work is None, (relaxed, least_ms))
+    kept = _kept((given, enough_ms, limit, stop.work is None, relaxed, least_ms))
     if kept:
         stop.spend(kept[0].work)
         return kept[0]
@@ -334,13 +330,7 @@ def best_cut(
 
 
 @lru_cache(maxsize=4096)
-def _kept(
-    given: CutNumbers,  # noqa: ARG001 - what is found is kept by
-    enough_ms: float,  # noqa: ARG001
-    limit: float,  # noqa: ARG001
-    is_timed: bool,  # noqa: ARG001
-    goal: tuple[bool, float],  # noqa: ARG001
-) -> list[BestCut]:
+def _kept(key: tuple[object, ...]) -> list[BestCut]:  # noqa: ARG001 - what is found is kept by
     """Return the list that caches an answer, empty until there is one."""
     return []
 

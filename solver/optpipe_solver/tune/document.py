@@ -94,6 +94,8 @@ def read_question(request: TuneRequest) -> AskedTune:
     switches = request.chosen_switches
     request = request.complete()
     kinds = tuple((one.hardware, one.number) for one in request.gpus if one.number is not None)
+    # Packed sequences are not cut into slices.
+    whole = {"slices": 1} if request.packed_lengths else {}
     question = TuneQuestion(
         shape=request.shape,
         hardware=request.gpus[0].hardware,
@@ -107,7 +109,7 @@ def read_question(request: TuneRequest) -> AskedTune:
             lora=request.lora_settings,
         ),
         framework=request.framework,
-        fixed=_fixed(request),
+        fixed=whole | request.fixed.model_dump(exclude_none=True),
         memory_bytes=request.memory_bytes,
         headroom=request.headroom,
         price_per_gpu_hour=request.price_per_gpu_hour,
@@ -172,12 +174,6 @@ def _settings(request: TuneRequest) -> dict[str, Any]:
         return found
     tp = request.trace.degrees[0]
     return found | {"tp": tp} | request.settings_of_trace(tp)
-
-
-def _fixed(request: TuneRequest) -> dict[str, int]:
-    """Return the fixed degrees; packed sequences are not cut into slices."""
-    whole = {"slices": 1} if request.packed_lengths else {}
-    return whole | request.fixed.model_dump(exclude_none=True)
 
 
 def read_current(
@@ -399,10 +395,7 @@ def checkpoint_of(result: TuneResult, *, is_over: bool = False) -> str:
     """Return the JSON text for `read_checkpoint`; ``is_over``: the search has ended."""
     current = [] if result.current is None else [result.current]
     kept = {id(row): row for row in (*result.rows[:_MOST_KEPT], *result.pareto, *current)}
-    looks = [
-        [look.entry, look.level, _or_none(look.bound_ms), _or_none(look.formula_ms)]
-        for look in result.looks.found
-    ]
+    looks = [[None if value == inf else value for value in look] for look in result.looks.found]
     return json.dumps(
         {
             "version": _VERSION,
@@ -454,10 +447,6 @@ def _read_kept(question: TuneQuestion, kept: Mapping[str, Any]) -> TuneRow:
         tuple(chain.from_iterable(map(parse_cell, program))) for program in kept["programs"]
     )
     return read_row(question, kept["row"], problem, programs)
-
-
-def _or_none(value: float) -> float | None:
-    return None if value == inf else value
 
 
 def paste(row: TuneRow, form: str, csv: str = "schedule.csv") -> str:

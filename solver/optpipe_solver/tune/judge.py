@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -341,16 +342,10 @@ class ConfigurationJudge:
         self.kinds, self.ranks = kinds, question.ranks(kinds, cut.pp)
         self.is_limited = is_limited
         self.num_cells = cut.pp * cut.chunks * cut.num_microbatches * cut.slices
-        self._known_estimate: Estimate | None = None
 
-    @property
+    @cached_property
     def estimate(self) -> Estimate:
         """The estimate, with layers as whole frameworks treat them."""
-        if self._known_estimate is None:
-            self._known_estimate = self._estimate()
-        return self._known_estimate
-
-    def _estimate(self) -> Estimate:
         cut, question = self.cut, self.question
         estimated = estimate(
             question.shape, self.ranks, self.training, pp=cut.pp, chunks=cut.chunks,
@@ -567,12 +562,22 @@ class ConfigurationJudge:
             return None
         problem = best.problem
         sizes = tuple(stage.layers.total for stage in problem.stages if stage.layers is not None)
-        cut = _placed(self.cut, problem)
+        # The problem's own number of chunks, in a line, loop or V.
+        chunks = len(problem.stages) // self.cut.pp
+        names: tuple[str, ...] = ("linear",) if chunks == 1 else ("loop", "v")
+        found = [n for n in names if placement_of(n, self.cut.pp, chunks) == problem.placement]
+        cut = replace(self.cut, chunks=chunks, placement=[*found, self.cut.placement][0])
         step = self._step(cut, sizes)
         step_ms = best.metrics.makespan_ms + step.after_ms
         peaks = zip(best.metrics.peak_bytes, problem.devices, strict=True)
         peak_bytes = tuple(int(peak + device.reserved_bytes) for peak, device in peaks)
         faster = step.step_ms / step_ms
+        memory = []
+        for rank, peak in zip(step.memory, peak_bytes, strict=True):
+            # The activations are those that this schedule holds.
+            activations = max(0.0, peak - (rank.total - rank.activations))
+            parts = rank._replace(activations=activations)
+            memory.append(RankMemory(*(float(round(part)) for part in parts)))
         return TuneRow(
             configuration=Configuration(
                 shape=self.question.shape,
@@ -586,19 +591,12 @@ class ConfigurationJudge:
             makespan_ms=best.metrics.makespan_ms,
             method=best.method,
             peak_bytes=peak_bytes,
-            memory=tuple(map(_with_peak, step.memory, peak_bytes)),
+            memory=tuple(memory),
             tokens_per_s_per_gpu=step.tokens_per_s_per_gpu * faster,
             mfu=step.mfu * faster,
             problem=problem,
             programs=best.programs,
         )
-
-
-def _with_peak(memory: RankMemory, peak_bytes: int) -> RankMemory:
-    """Return the memory of a rank by part, with the activations that this schedule holds."""
-    fixed = memory.total - memory.activations
-    shown = memory._replace(activations=max(0.0, peak_bytes - fixed))
-    return RankMemory(*(float(round(part)) for part in shown))
 
 
 def _kept_only(model: Model) -> Model:
@@ -610,14 +608,6 @@ def _kept_only(model: Model) -> Model:
         for name in ("offload_bytes", "checkpoint_bytes", "modes"):
             layer.pop(name, None)
     return type(model).parse(fields)
-
-
-def _placed(cut: PipelineCut, problem: Problem) -> PipelineCut:
-    """Return the cut of a search's problem: its own number of chunks, in a line, loop or V."""
-    chunks = len(problem.stages) // cut.pp
-    names: tuple[str, ...] = ("linear",) if chunks == 1 else ("loop", "v")
-    found = [n for n in names if placement_of(n, cut.pp, chunks) == problem.placement]
-    return replace(cut, chunks=chunks, placement=found[0] if found else cut.placement)
 
 
 def _with_memory(problem: Problem, memory_bytes: Sequence[int]) -> Problem:

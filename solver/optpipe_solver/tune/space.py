@@ -258,7 +258,9 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
             for training, kinds in product(_trainings(question, pp, degrees), orders):
                 ways = _passes(question, training, pp, m, max(chunks, default=1))
                 for (pairs, n), v in product(ways, chunks):
-                    if _has_order(pp, v, pairs=pairs, slices=n):
+                    # A family has an order for the stages, with pairs or with slices.
+                    has_order = v > 1 or pp == 1 if pairs else v == 1 or n == 1 or n % pp == 0
+                    if has_order:
                         yield TuneCandidate(training, pp, v, m, kinds, pairs, n)
 
 
@@ -302,13 +304,6 @@ def has_pairs(question: TuneQuestion) -> bool:
         and question.framework not in ("torchtitan", "huggingface")
         and not question.training.ep_overlap
     )
-
-
-def _has_order(pp: int, chunks: int, *, pairs: bool, slices: int) -> bool:
-    """Whether a family has an order for the stages, with pairs or with slices."""
-    if pairs:
-        return chunks > 1 or pp == 1
-    return chunks == 1 or slices == 1 or slices % pp == 0
 
 
 def left_out(question: TuneQuestion) -> tuple[str, ...]:

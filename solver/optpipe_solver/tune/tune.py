@@ -344,17 +344,13 @@ class TuneResult:
             found += switch_gains(self.question, self.current, "current")
         return tuple(found)
 
-    def _error_fields(self) -> dict[str, Any]:
-        """Return the errors of the class, and the interval of the best row, as JSON values."""
-        if self.error is None:
-            return {"error": None, "interval_ms": None}
-        step_ms = None if self.best is None else self.best.step_ms
-        interval = None if step_ms is None else list(self.error.interval_ms(step_ms))
-        return {"error": self.error.as_json(step_ms), "interval_ms": interval}
-
     def as_json(self) -> dict[str, Any]:
         """Return all fields except problems and programs as JSON values."""
         shown = self.question.framework, self.question.price_per_gpu_hour
+        error, step_ms = self.error, None if self.best is None else self.best.step_ms
+        interval = None
+        if error is not None and step_ms is not None:
+            interval = list(error.interval_ms(step_ms))
         return {
             "verdict": self.verdict,
             "changes": list(self.changes),
@@ -364,7 +360,8 @@ class TuneResult:
             "gain": self.gain,
             "costs_from": self.question.shape.costs_from,
             "gain_probability": self.gain_probability,
-            **self._error_fields(),
+            "error": None if error is None else error.as_json(step_ms),
+            "interval_ms": interval,
             "counts": asdict(self.counts),
             "notes": list(self.notes),
             "scaling": [row.as_json() for row in self.scaling],
@@ -589,7 +586,11 @@ class _TuneSearch:
         self.on_result: Callable[[TuneResult], None] = lambda _: None
         for table, alike in tables(question):
             for candidate in alike:
-                self._enter(candidate, table)
+                bound_ms = table.quick_ms(candidate)
+                if bound_ms == inf:
+                    self.num_unfit += 1
+                else:
+                    self.entries.append(_Entry(len(self.entries), candidate, table, bound_ms))
         if not self.entries and not self.num_unfit:
             raise InputError(
                 f"no configuration of {question.num_gpus} GPUs splits {question.shape.name} and a "
@@ -626,13 +627,6 @@ class _TuneSearch:
             if entry.bound_ms < inf
         ]
         heapq.heapify(self.heap)
-
-    def _enter(self, candidate: TuneCandidate, table: LayerTable) -> None:
-        bound_ms = table.quick_ms(candidate)
-        if bound_ms == inf:
-            self.num_unfit += 1
-        else:
-            self.entries.append(_Entry(len(self.entries), candidate, table, bound_ms))
 
     @property
     def best_ms(self) -> float:
@@ -739,7 +733,8 @@ class _TuneSearch:
         training, ranks = entry.candidate.training, entry.table.ranks
         machines = [self.question.machine(training, one) for one in ranks]
         found = []
-        for cut in _cuts(entry.candidate):
+        for layout in LAYOUTS:
+            cut = entry.candidate.cut(layout=layout)
             step = step_estimate(self.question.shape, machines, cut)
             usable = map(self.question.usable_bytes_of, ranks)
             fits = all(map(ge, usable, (memory.total for memory in step.memory)))
@@ -815,8 +810,7 @@ class _TuneSearch:
         while not is_over():
             entries = list(islice(iter(ready, None), _ROUND))
             jobs = [self._job(entry) for entry in entries]
-            looks = self._looks_one_by_one if self.pool is None else self._looks_at_once
-            found = list(looks(jobs, is_over))
+            found = list(self._looks(jobs, is_over))
             self.is_between = False
             for entry, one in zip(entries, found, strict=False):
                 self._take(entry, one)
@@ -825,18 +819,15 @@ class _TuneSearch:
                 return
             self._tell(is_better=self.best is not self.last_told)
 
-    def _looks_one_by_one(self, jobs: list[_Task], is_over: Callable[[], bool]) -> Iterator[_Found]:
-        for job in jobs:
-            if is_over():
-                return
-            yield _look(job._replace(seconds=self.stop.left_s()), self.stop.is_told)
-
-    def _looks_at_once(self, jobs: list[_Task], is_over: Callable[[], bool]) -> Iterator[_Found]:
+    def _looks(self, jobs: list[_Task], is_over: Callable[[], bool]) -> Iterator[_Found]:
         """Yield results in the order of the jobs, until time is over or a stop is requested."""
-        pending = (
-            [] if self.pool is None else [self.pool.apply_async(_look, (job,)) for job in jobs]
-        )
-        for one in pending:
+        if self.pool is None:
+            for job in jobs:
+                if is_over():
+                    return
+                yield _look(job._replace(seconds=self.stop.left_s()), self.stop.is_told)
+            return
+        for one in [self.pool.apply_async(_look, (job,)) for job in jobs]:
             while not one.ready():
                 if is_over():
                     return
@@ -932,16 +923,6 @@ class _TuneSearch:
             return _distinct([*rows, *self.known, current])
         return _distinct([*rows, *self.known])
 
-    def _error(self) -> Accuracy | None:
-        """Return the errors of the question's class."""
-        question = self.question
-        return find_accuracy(
-            question.shape,
-            question.all_kinds,
-            question.training,
-            is_calibrated=question.time_factor != 1,
-        )
-
     def result(self) -> TuneResult:
         """Return the rows and the proven bound."""
         rows = self._rows()
@@ -955,6 +936,13 @@ class _TuneSearch:
             bound_ms = min(bound_ms, entry.bound_ms)
             counts["solved" if entry.is_solved else "excluded" if excluded else "open"] += 1
         total = self.num_unfit + sum(counts.values())
+        question = self.question
+        error = find_accuracy(
+            question.shape,
+            question.all_kinds,
+            question.training,
+            is_calibrated=question.time_factor != 1,
+        )
         return TuneResult(
             question=self.question,
             rows=rows,
@@ -962,7 +950,7 @@ class _TuneSearch:
             not_modelled=self.not_modelled,
             bound_ms=bound_ms,
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
-            error=self._error(),
+            error=error,
             seconds=self.stop.seconds(),
             work=self.stop.spent,
             stopped_by=self._why(best_ms, bound_ms) if self.ended_by else None,
@@ -1013,11 +1001,6 @@ def _hidden_ms(step: StepEstimate, cut: PipelineCut) -> float:
     unpaired = sum(in_flight(0, cut)) / (cut.chunks * cut.num_microbatches)
     exchanged = min(step.spent.experts, sum(step.spent) - step.spent.experts)
     return max(0.0, 1.0 - unpaired) * exchanged
-
-
-def _cuts(candidate: TuneCandidate) -> Iterator[PipelineCut]:
-    for layout in LAYOUTS:
-        yield candidate.cut(layout=layout)
 
 
 def _distinct(rows: list[TuneRow]) -> tuple[TuneRow, ...]:

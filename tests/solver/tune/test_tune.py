@@ -47,7 +47,7 @@ from optpipe_solver.tune.cut import (
     fused_family,
 )
 from optpipe_solver.tune.judge import ConfigurationJudge
-from optpipe_solver.tune.shortage import enough_gpus, nearest_configuration, shortage
+from optpipe_solver.tune.scaling import enough_gpus, nearest_configuration, shortage
 from optpipe_solver.tune.space import TuneCandidate, candidates
 from tests.strategies import few
 
@@ -694,19 +694,6 @@ def test_a_cut_that_is_walked_from_is_no_longer_and_fits(monkeypatch) -> None:
     assert passes == {False, True}
 
 
-@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "any"])
-def test_a_framework_answers_what_it_can_run(framework: str) -> None:
-    found = list(candidates(asked(framework=framework, training=Training(sequence=2048))))
-    zeros = {(one.training.zero, one.pp > 1) for one in found}
-    modules = {module for one in found for module in one.training.recompute}
-    assert modules <= ({"full"} if framework == "torchtitan" else {"full", "mlp", "layernorm"})
-    if framework == "megatron":
-        assert (3, True) not in zeros
-        assert all(one.num_microbatches % one.pp == 0 for one in found if one.chunks > 1)
-    if framework == "torchtitan":
-        assert {(2, True), (3, False)} <= zeros
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 def test_bounds_of_pairs_hold_where_the_host_launches_longer_than_the_device_works(graphs) -> None:
     """Short sequences on a slow network: what pairs hide is less than all of the exchange."""
@@ -729,13 +716,6 @@ def test_bounds_of_pairs_hold_where_the_host_launches_longer_than_the_device_wor
             assert table.packed_ms(one) <= row.step_ms * (1 + 1e-9)
             compared += 1
     assert compared
-
-
-def test_megatron_overlaps_experts_only_where_it_interleaves() -> None:
-    question = asked(WITH_EXPERTS, training=Training(sequence=2048, ep_overlap=True))
-    for one in candidates(question):
-        assert "full" not in one.training.recompute
-        assert one.pp == 1 or one.chunks > 1
 
 
 @given(data=st.data())
@@ -765,14 +745,6 @@ def test_whatever_may_be_answered_can_be_pasted(data) -> None:
             assert megatron_arguments(configuration)
         else:
             assert torchtitan_config(configuration, csv="schedule.csv")
-
-
-def test_fixed_degrees_are_kept() -> None:
-    fixed = {"tp": 2, "cp": 1, "pp": 2, "micro_batch": 2, "zero": 1, "chunks": 1}
-    found = list(candidates(asked(fixed=fixed)))
-    assert found
-    for one in found:
-        assert (one.training.tp, one.pp, one.training.micro_batch, one.chunks) == (2, 2, 2, 1)
 
 
 @pytest.mark.parametrize(

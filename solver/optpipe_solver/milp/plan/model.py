@@ -230,11 +230,14 @@ class _PatternSearch:
         choice = fitting
         length_ms = self._length_ms(choice)
         while not self.stop.is_over():
-            path = self.pattern.longest_paths(durations_of(self.tables, choice))[0]
+            durations = durations_of(self.tables, choice)
+            path = self.pattern.longest_paths(durations)[0]
+            share = (path.counts * durations).sum(axis=0)
+            slowest = {int(s) for s in np.argsort(-share, kind="stable")[:_SLOWEST]}
             enough_ms = length_ms * (1 - _LEAST_GAP)
             near = [
                 (self._length_ms(one), one)
-                for one in _neighbours(choice, self.tables, self._slowest(choice, path))
+                for one in _neighbours(choice, self.tables, slowest)
                 if path.length_of(durations_of(self.tables, one)) < enough_ms
             ]
             better = sorted(one for one in near if one[0] < enough_ms)
@@ -248,12 +251,6 @@ class _PatternSearch:
     def _walk(self, turn: Stop, most: int = 2**31) -> None:
         if self.best is not None:
             self.best = walked(self.cuts, self.best, turn, most=most)
-
-    def _slowest(self, choice: PlanChoice, path: LongestPath) -> set[int]:
-        """Return the stages with the largest shares of the longest path."""
-        durations = durations_of(self.tables, choice)
-        share = (path.counts * durations).sum(axis=0)
-        return {int(s) for s in np.argsort(-share, kind="stable")[:_SLOWEST]}
 
     def _made_to_fit(self, choice: PlanChoice) -> PlanChoice | None:
         """Move layers, or change modes, while that lowers the excess over the limits."""
@@ -383,7 +380,10 @@ class _PatternSearch:
             if outcome.values is None:
                 return False
             broken = self._add_broken(outcome.values)
-            self._consider(outcome.values)
+            choice = self.v.choice(outcome.values)
+            length_ms = self._length_ms(choice)
+            if (self.best is None or length_ms < self.best[0]) and self._fits(choice):
+                self.best = length_ms, choice
             if not broken:
                 return outcome.status is MilpStatus.OPTIMAL
         return False
@@ -408,13 +408,6 @@ class _PatternSearch:
     @property
     def _is_proven(self) -> bool:
         return self.best is not None and self.bound_ms >= self.best[0] * (1 - _LEAST_GAP)
-
-    def _consider(self, values: dict[Variable, float]) -> None:
-        """Make an integer solution the best choice if it fits and its longest path is shorter."""
-        choice = self.v.choice(values)
-        length_ms = self._length_ms(choice)
-        if (self.best is None or length_ms < self.best[0]) and self._fits(choice):
-            self.best = length_ms, choice
 
     def _fits(self, choice: PlanChoice) -> bool:
         return not self._excesses(as_counts(self.tables, choice)).any()

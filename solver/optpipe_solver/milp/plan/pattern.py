@@ -320,8 +320,17 @@ class Pattern:
 
     @cached_property
     def graph(self) -> PatternGraph:
-        """The precedence graph of the programs."""
-        return _graph(self)
+        """A node for each action, message and reduction, linked to the nodes it waits for."""
+        builder = _GraphBuilder(self)
+        waiting = [list(_steps(program))[::-1] for program in self.programs]
+        while any(waiting):
+            before = sum(map(len, waiting))
+            for device, program in enumerate(waiting):
+                while program and all(map(builder.is_ready, program[-1])):
+                    builder.add(device, program.pop())
+            if sum(map(len, waiting)) == before:
+                raise ValueError(f"the programs of {self.name} wait for each other")
+        return builder.finish()
 
     def length_ms(self, durations: Floats) -> float:
         """Return the makespan; ``durations`` as for `longest_paths`."""
@@ -344,14 +353,12 @@ class Pattern:
             own = np.flatnonzero(graph.device == device)
             if own.size:
                 ends.add(int(own[np.argmax(through[own])]))
-        paths = [self._path(node, best, onward, float(through[node])) for node in ends]
+        paths = []
+        for node in ends:
+            counts = np.zeros((self.num_durations, len(self.problem.stages)), dtype=np.int64)
+            constant_ms = traced(node, best, onward, graph, counts)
+            paths.append(LongestPath(counts, constant_ms, float(through[node])))
         return sorted(paths, key=lambda path: -path.length_ms)
-
-    def _path(self, node: int, best: Ints, onward: Ints, length_ms: float) -> LongestPath:
-        graph = self.graph
-        counts = np.zeros((self.num_durations, len(self.problem.stages)), dtype=np.int64)
-        constant_ms = traced(node, best, onward, graph, counts)
-        return LongestPath(counts, constant_ms, length_ms)
 
 
 _TAKES = {_F: HELD, ActionType.RELOAD: BACK, ActionType.RECOMPUTE: RESTORED}
@@ -371,22 +378,6 @@ class PatternGraph(NamedTuple):
     fixed_ms: Floats
     sources: Ints
     lags: Floats
-
-
-def _graph(pattern: Pattern) -> PatternGraph:
-    """Return a node for each action, message and reduction, linked to the nodes it waits for."""
-    builder = _GraphBuilder(pattern)
-    waiting = [list(_steps(program)) for program in pattern.programs]
-    for program in waiting:
-        program.reverse()
-    while any(waiting):
-        before = sum(map(len, waiting))
-        for device, program in enumerate(waiting):
-            while program and all(map(builder.is_ready, program[-1])):
-                builder.add(device, program.pop())
-        if sum(map(len, waiting)) == before:
-            raise ValueError(f"the programs of {pattern.name} wait for each other")
-    return builder.finish()
 
 
 def _steps(program: Program) -> Iterator[Program]:

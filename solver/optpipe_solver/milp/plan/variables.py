@@ -331,10 +331,15 @@ class PlanVariables:
             (device, t): milp.whole(f"h_{device}_{t}", 0, most)
             for (device, t), most in most_on.items()
         }
-        self.most = {
-            t: milp.whole(f"m_{t}", _least_most(most_on, t, length), length)
-            for t, length in ((t, tables.kinds[t].length) for t in tables.long_runs)
-        }
+        self.most = {}
+        for t in tables.long_runs:
+            # The smallest maximum per device with which a run has all its layers.
+            length, room = (
+                tables.kinds[t].length,
+                [n for (_, run), n in most_on.items() if run == t],
+            )
+            enough = (h for h in range(length) if sum(min(h, r) for r in room) >= length)
+            self.most[t] = milp.whole(f"m_{t}", next(enough, length), length)
         self.makespan = milp.continuous("makespan", 0.0, most_ms)
 
     def of_run(self, s: int, t: int) -> Expression:
@@ -376,12 +381,6 @@ class PlanVariables:
         sizes = [sum(round(values[one]) for row in runs for one in row) for runs in self.layers]
         modes = [max(range(len(row)), key=lambda k: values[row[k]]) for row in self.mode]
         return PlanChoice(tuple(sizes), tuple(modes))
-
-
-def _least_most(most_on: dict[tuple[int, int], int], t: int, length: int) -> int:
-    """Return the smallest maximum per device with which a run has all its layers."""
-    room = [most for (_, run), most in most_on.items() if run == t]
-    return next((h for h in range(length) if sum(min(h, r) for r in room) >= length), length)
 
 
 def durations_of(tables: PlanTables, choice: PlanChoice) -> Floats:
