@@ -127,14 +127,6 @@ def test_a_closed_queue_writes_straight_through_and_a_broken_stream_breaks_nobod
     log.info("later")
 
 
-def test_a_stream_that_hangs_does_not_hold_up_the_end() -> None:
-    stream = Stuck()
-    lines = LogQueue(stream)
-    logger_to(lines).info("0")
-    lines.close(patience_s=0.05)
-    stream.may_go_on.set()
-
-
 def test_tracebacks_of_machines_logs_hold_no_values(capsys: pytest.CaptureFixture[str]) -> None:
     """A local variable may be somebody's key, or eight megabytes of body."""
     with logging_as("json"):

@@ -180,9 +180,7 @@ class BatchService:
             request_hash=_request_hash(batch),
             idempotency_key=key,
         )
-        drafts = [
-            self._jobs.cache.complete(replace(item.job, owner=caller.name)) for item in batch.items
-        ]
+        drafts = [self._jobs.complete(replace(item.job, owner=caller.name)) for item in batch.items]
         record, jobs = self._store.add(
             new,
             drafts,
