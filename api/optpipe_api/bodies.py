@@ -210,18 +210,13 @@ def _weight(accept: str, media_type: str) -> float:
     for item in accept.split(","):
         media_range, *parameters = (part.strip().lower() for part in item.split(";"))
         if media_range in specificity:
-            best = max(best, (specificity[media_range], _quality(parameters)))
-    return best[1]
-
-
-def _quality(parameters: list[str]) -> float:
-    for parameter in parameters:
-        if parameter.startswith("q="):
+            given = [part[2:] for part in parameters if part.startswith("q=")]
             try:
-                return min(1.0, max(0.0, float(parameter[2:])))
+                quality = min(1.0, max(0.0, float(given[0]))) if given else 1.0
             except ValueError:
-                return 0.0
-    return 1.0
+                quality = 0.0
+            best = max(best, (specificity[media_range], quality))
+    return best[1]
 
 
 # --- Entity tags of documents with numbered versions: ``"<id>.<number>"``.

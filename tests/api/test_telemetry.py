@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,6 +33,7 @@ from optpipe_api.telemetry import (
     LogQueue,
     ServiceMetrics,
     Telemetry,
+    close_tracer_provider,
     open_tracer_provider,
     set_up_logs,
 )
@@ -416,3 +418,12 @@ print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "op
     command = [sys.executable, "-c", script]
     environment = os.environ | variables | {"PYTHONPATH": path}
     assert subprocess.check_output(command, env=environment) == b"[]\n"
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_stop() -> None:
+    may_end = threading.Event()
+    provider: Any = SimpleNamespace(shutdown=lambda: may_end.wait(60))
+    with structlog.testing.capture_logs() as lines:
+        close_tracer_provider(provider, patience_s=0.05)
+    may_end.set()
+    assert [line["action"] for line in lines] == ["trace.lost"]
