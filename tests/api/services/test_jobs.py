@@ -419,6 +419,6 @@ def test_a_plan_that_was_made_before_comes_with_its_problem(shelf) -> None:
         method="plan",
     )
     shelf.store.finish(shelf.store.claim("worker", 60.0).lease, outcome)
-    new = complete_from_cache(plan, shelf.store)
+    new: Any = complete_from_cache(plan, shelf.store)
     assert (new.cache, new.documents) == (Cache.HIT, {"model": "M"})
     assert new.finished.documents == {"problem": "P", "schedule": "S"}
