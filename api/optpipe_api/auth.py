@@ -290,24 +290,48 @@ class KeyGate:
     async def _while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; end a long one when its key becomes invalid."""
         began = False
+        revoked: list[KeyRequiredError] = []
+        watches: list[asyncio.Task[None]] = []
+        serving: Any = asyncio.current_task()
 
-        async def watched(message: Message) -> None:
+        async def note_begin(message: Message) -> None:
             nonlocal began
             began = began or message["type"] == "http.response.start"
             await send(message)
 
-        watch = _KeyWatch(lambda: self._who(scope))
+        def begin_watch() -> None:
+            watches.append(asyncio.create_task(self._watch_key(scope, serving, revoked)))
+
+        # A task for each short request would cost more than the timer.
+        timer = asyncio.get_running_loop().call_later(_LONG_S, begin_watch)
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, note_begin)
         except asyncio.CancelledError:
-            if watch.revoked is None:
+            if not revoked:
                 raise
-            watch.forgive()
+            serving.uncancel()
             # An answer that has begun is broken off: uvicorn ends the connection.
             if not began:
-                await response_to(watch.revoked, scope["path"])(scope, receive, send)
+                await response_to(revoked[0], scope["path"])(scope, receive, send)
         finally:
-            watch.end()
+            timer.cancel()
+            for watch in watches:
+                watch.cancel()
+
+    async def _watch_key(
+        self, scope: Scope, serving: asyncio.Task[Any], revoked: list[KeyRequiredError]
+    ) -> None:
+        """Cancel the task of a request when its key becomes invalid; add the error to a list."""
+        while not revoked:
+            await asyncio.sleep(_FRESH_S)
+            try:
+                await self._who(scope)
+            except KeyRequiredError as error:
+                revoked.append(error)
+            except OptPipeError:
+                # The keys cannot be read now: new requests are refused, and none is cancelled.
+                continue
+        serving.cancel()
 
     async def _who(self, scope: Scope) -> Principal:
         if self._find is None:
@@ -326,56 +350,10 @@ class KeyGate:
     def _slow_down(self, principal: Principal, scope: Scope) -> None:
         if self._rates is None:
             return
-        who = f"the key {principal.name!r}"
-        if not principal.name:
-            who = _address_of(scope)
+        who = f"the key {principal.name!r}" if principal.name else _address_of(scope)
         wait_s = self._rates.take(who)
         if wait_s:
             raise TooManyRequestsError(who, self._rates.per_minute, wait_s)
-
-
-class _KeyWatch:
-    """Cancels the task that creates it if its key is revoked; begins after a second.
-
-    Parameters
-    ----------
-    check
-        Raises KeyRequiredError if the key is not valid.
-    """
-
-    def __init__(self, check: Callable[[], Awaitable[object]]) -> None:
-        self._check = check
-        self._serving = asyncio.current_task()
-        self._looking: asyncio.Task[None] | None = None
-        self._later = asyncio.get_running_loop().call_later(_LONG_S, self._begin)
-        self.revoked: KeyRequiredError | None = None
-
-    def forgive(self) -> None:
-        """Let the task continue after this watch cancelled it."""
-        if self._serving is not None:
-            self._serving.uncancel()
-
-    def end(self) -> None:
-        """Stop the checks."""
-        self._later.cancel()
-        if self._looking is not None:
-            self._looking.cancel()
-
-    def _begin(self) -> None:
-        self._looking = asyncio.create_task(self._look())
-
-    async def _look(self) -> None:
-        while self.revoked is None:
-            await asyncio.sleep(_FRESH_S)
-            try:
-                await self._check()
-            except KeyRequiredError as error:
-                self.revoked = error
-            except OptPipeError:
-                # The keys cannot be read now: new requests are refused, and none is cancelled.
-                continue
-        if self._serving is not None:
-            self._serving.cancel()
 
 
 def describe_keys(document: dict[str, Any], *, required: bool) -> dict[str, Any]:
@@ -456,11 +434,8 @@ class Rates:
         tokens, since = self._buckets.get(who, (self._burst, now))
         tokens = min(self._burst, tokens + (now - since) * self.per_minute / _MINUTE_S)
         wait_s = max(0.0, (1 - tokens) * _MINUTE_S / self.per_minute)
-        self._keep(who, tokens - (wait_s <= patience_s), now)
-        return wait_s
-
-    def _keep(self, who: str, tokens: float, now: float) -> None:
-        self._buckets[who] = (tokens, now)
+        self._buckets[who] = (tokens - (wait_s <= patience_s), now)
         self._buckets.move_to_end(who)
         if len(self._buckets) > _MAX_BUCKETS:
             self._buckets.popitem(last=False)
+        return wait_s

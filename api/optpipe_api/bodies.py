@@ -1,14 +1,16 @@
-"""Reading of request bodies within limits, choice of the answer's form, and entity tags."""
+"""Request bodies within limits, the form of an answer, entity tags, and cursors of pages."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 
-from optpipe.errors import RequestError
+from optpipe.errors import InputError, RequestError
 from optpipe.formats.json import parse_json
 from optpipe_api.errors import (
     BodyTooLargeError,
@@ -27,6 +29,7 @@ __all__ = [
     "MAX_VALUES",
     "SCHEDULE_FORMS",
     "TABLE_FORMS",
+    "Cursors",
     "UnreadBodies",
     "decode_json",
     "etag_of",
@@ -207,18 +210,13 @@ def _weight(accept: str, media_type: str) -> float:
     for item in accept.split(","):
         media_range, *parameters = (part.strip().lower() for part in item.split(";"))
         if media_range in specificity:
-            best = max(best, (specificity[media_range], _quality(parameters)))
-    return best[1]
-
-
-def _quality(parameters: list[str]) -> float:
-    for parameter in parameters:
-        if parameter.startswith("q="):
+            given = [part[2:] for part in parameters if part.startswith("q=")]
             try:
-                return min(1.0, max(0.0, float(parameter[2:])))
+                quality = min(1.0, max(0.0, float(given[0]))) if given else 1.0
             except ValueError:
-                return 0.0
-    return 1.0
+                quality = 0.0
+            best = max(best, (specificity[media_range], quality))
+    return best[1]
 
 
 # --- Entity tags of documents with numbered versions: ``"<id>.<number>"``.
@@ -252,3 +250,43 @@ def is_known(if_none_match: str | None, etag: str) -> bool:
 
 def _suffix(form: str) -> str:
     return "" if form == "json" else f".{form}"
+
+
+# --- Cursors of pages: positions in lists that a client cannot read.
+
+_POSITION_BYTES = 8
+
+
+class Cursors:
+    """Encrypts positions: plain ones would say how many jobs other keys have submitted.
+
+    A cursor is the tag of its position, and the position under a pad made from the tag. It stays
+    valid when the job at its position is deleted. ``secret``: the same for all servers of a
+    database.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+
+    def encode(self, position: int) -> str:
+        plain = position.to_bytes(_POSITION_BYTES, "big")
+        tag = self._digest(b"tag" + plain)
+        return (tag + self._pad(tag, plain)).hex()
+
+    def decode(self, cursor: str | None) -> int | None:
+        """Return the position of a cursor; None without one. Raises `InputError`."""
+        if cursor is None:
+            return None
+        data = bytes.fromhex(cursor)
+        plain = self._pad(data[:_POSITION_BYTES], data[_POSITION_BYTES:])
+        if not hmac.compare_digest(self._digest(b"tag" + plain), data[:_POSITION_BYTES]):
+            raise InputError(
+                f"cursor = {cursor!r}: is none of this service; take `next` of the page before"
+            ).at("/query/cursor")
+        return int.from_bytes(plain, "big")
+
+    def _pad(self, tag: bytes, text: bytes) -> bytes:
+        return bytes(a ^ b for a, b in zip(text, self._digest(b"pad" + tag), strict=True))
+
+    def _digest(self, data: bytes) -> bytes:
+        return hmac.new(self._secret, data, hashlib.sha256).digest()[:_POSITION_BYTES]

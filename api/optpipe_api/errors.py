@@ -1,6 +1,6 @@
 """The errors that only the service raises; `optpipe.errors` has the others.
 
-`optpipe_api.http_errors` has the HTTP status of each. ``code`` is stable.
+``code`` is stable, ``status`` the HTTP status. `optpipe_api.http_errors` has those of the others.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class ThingNotFoundError(InputError):
     """
 
     code = "not_found"
+    status = 404
     kind = "thing"
     listed_at = "/docs"
 
@@ -94,18 +95,21 @@ class KeyRequiredError(InputError):
     """The request has no API key, or an unknown one."""
 
     code = "key.required"
+    status = 401
 
 
 class OtherSiteError(InputError):
     """A page of another site sent the request, or its Host is not allowed."""
 
     code = "request.other_site"
+    status = 403
 
 
 class ForbiddenError(InputError):
     """The role of the key does not allow the request."""
 
     code = "key.forbidden"
+    status = 403
 
     def __init__(self, name: str, role: str, needed: str) -> None:
         super().__init__(
@@ -124,6 +128,7 @@ class StateConflictError(InputError):
     """The state of the job or batch does not allow the request."""
 
     code = "state.conflict"
+    status = 409
 
 
 class TooManyKeptError(StateConflictError):
@@ -146,6 +151,7 @@ class ScheduleNotFoundError(InputError):
     """The job has no schedule, or none yet; the message says which."""
 
     code = "schedule.none"
+    status = 404
 
 
 class KeyReusedError(InputError):
@@ -158,12 +164,14 @@ class MediaTypeError(InputError):
     """The Content-Type of the body is not JSON."""
 
     code = "request.media_type"
+    status = 415
 
 
 class NotAcceptableError(InputError):
     """The client accepts none of the formats of the answer."""
 
     code = "request.not_acceptable"
+    status = 406
 
 
 class FormUnavailableError(NotAcceptableError):
@@ -176,6 +184,7 @@ class TooLargeToDrawError(InputError):
     """The schedule is too large for this request; the message says what to do instead."""
 
     code = "schedule.too_large"
+    status = 413
 
 
 class NotComparableError(InputError):
@@ -188,6 +197,7 @@ class HeadersTooLargeError(InputError):
     """The headers and trailers of a request exceed a limit."""
 
     code = "request.headers_too_large"
+    status = 431
 
     def __init__(self, num_bytes: int, num_fields: int, max_bytes: int, max_fields: int) -> None:
         super().__init__(
@@ -201,6 +211,7 @@ class BodyTooLargeError(InputError):
     """The body exceeds a limit of the service."""
 
     code = "request.too_large"
+    status = 413
 
 
 class BodyTooHeavyError(BodyTooLargeError):
@@ -219,6 +230,7 @@ class ServerBusyError(WorldError):
     """The server is busy; retry after ``retry_after_s``."""
 
     code = "busy"
+    status = 429
 
     def __init__(self, reason: str, retry_after_s: int = 5) -> None:
         super().__init__(f"{reason}; try again in {retry_after_s} s")
@@ -361,6 +373,7 @@ class StoreUnavailableError(WorldError):
     """
 
     code = "store.unavailable"
+    status = 503
     OUTSIDE = (
         "the service cannot read or write its database now; its log says why. Try again in a "
         "moment, or tell whoever runs it"
@@ -371,3 +384,4 @@ class SolverUnavailableError(WorldError):
     """No solver process starts, or the engine is not running."""
 
     code = "solver.unavailable"
+    status = 503

@@ -19,20 +19,10 @@ from starlette.routing import Match
 from optpipe.answers import Fault
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, pointer
 from optpipe_api.errors import (
-    BodyTooLargeError,
-    ForbiddenError,
-    HeadersTooLargeError,
     KeyRequiredError,
-    MediaTypeError,
-    NotAcceptableError,
-    OtherSiteError,
-    ScheduleNotFoundError,
     ServerBusyError,
     SolverUnavailableError,
-    StateConflictError,
     StoreUnavailableError,
-    ThingNotFoundError,
-    TooLargeToDrawError,
 )
 
 if TYPE_CHECKING:
@@ -53,24 +43,12 @@ __all__ = [
 ]
 
 _STATUSES: dict[type[OptPipeError], int] = {
-    KeyRequiredError: 401,
-    ForbiddenError: 403,
-    OtherSiteError: 403,
-    ThingNotFoundError: 404,
-    ScheduleNotFoundError: 404,
-    NotAcceptableError: 406,
     InfeasibleProblemError: 409,
-    StateConflictError: 409,
-    BodyTooLargeError: 413,
-    TooLargeToDrawError: 413,
-    MediaTypeError: 415,
-    ServerBusyError: 429,
-    HeadersTooLargeError: 431,
-    SolverUnavailableError: 503,
-    StoreUnavailableError: 503,
     InputError: 422,
     OptPipeError: 500,
 }
+"""HTTP statuses of the errors that the core raises; the others have an attribute."""
+
 _WHEN = {
     400: "The request is not valid HTTP.",
     401: "No API key, or an unknown one; send `Authorization: Bearer KEY`.",
@@ -92,8 +70,9 @@ _RETRY_UNAVAILABLE_S = 2
 
 
 def status_of(error: OptPipeError) -> int:
-    """Return the HTTP status of an error: that of its nearest ancestor in the table."""
-    return next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
+    """Return the HTTP status of an error: its own, or that of its nearest ancestor in the table."""
+    own: int | None = getattr(error, "status", None)
+    return own or next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
 
 
 def documented(*statuses: int, too_large: str = "") -> dict[int | str, dict[str, Any]]:

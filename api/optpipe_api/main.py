@@ -62,6 +62,7 @@ from optpipe_api.telemetry import (
     UNTRACED,
     ServiceMetrics,
     Telemetry,
+    close_tracer_provider,
     open_tracer_provider,
     set_up_logs,
 )
@@ -114,7 +115,7 @@ def create_app(settings: Settings) -> FastAPI:
             watch.cancel()
             await run_in_threadpool(service.close)
             if tracer_provider is not None:
-                await run_in_threadpool(tracer_provider.shutdown)
+                await run_in_threadpool(close_tracer_provider, tracer_provider)
 
     # FastAPIOffline brings the files of Swagger UI, so that the page works without a CDN. FastAPI
     # would build the page and the OpenAPI document for each request; `install_docs` builds them
@@ -340,6 +341,7 @@ def _serve(settings: Settings) -> None:
             action="serve.few_files",
             files=num_files,
         )
+    app = create_app(settings)
     listener = _listen(settings)
     if not settings.is_loopback and not settings.keys_required:
         log.warning(
@@ -352,7 +354,6 @@ def _serve(settings: Settings) -> None:
     scheme = "http" if settings.ssl_certfile is None else "https"
     address = f"[{host}]" if ":" in host else host
     log.info("OptPipe listens", action="serve.start", url=f"{scheme}://{address}:{port}")
-    app = create_app(settings)
     ApiServer(server_config(app, settings)).run([listener])
     log.info("stopped; unfinished jobs wait for the next start", action="serve.stop")
 

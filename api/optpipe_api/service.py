@@ -6,21 +6,18 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import structlog
-
+from optpipe_api.bodies import Cursors
 from optpipe_api.engine.engine import NO_OBSERVER, SlotEngine, open_solvers
-from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.services.batches import BatchService
-from optpipe_api.services.cursors import Cursors
 from optpipe_api.services.events import ConnectionLimit, SharedCalls
-from optpipe_api.services.jobs import JobCache, JobService
+from optpipe_api.services.jobs import JobService
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.render import Charts
 from optpipe_api.services.tracing import Tracer
 from optpipe_api.store import open_stores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from optpipe.answers import JobState
     from optpipe_api.engine.engine import EngineObserver
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from optpipe_api.settings import Settings
     from optpipe_api.store import Stores
 
-__all__ = ["Retention", "Service", "load_methods"]
+__all__ = ["Service", "load_methods"]
 
 
 _COUNTS_FRESH_S = 1.0
@@ -67,14 +64,9 @@ class Service:
         self._counted_at = 0.0
         self._solvers = open_solvers(settings)
         self._engine = SlotEngine(stores.jobs, settings, changes.publish, self._solvers, observer)
-        cache = JobCache(settings, stores.jobs)
-        self.jobs = JobService(
-            settings, stores.jobs, self._engine, changes, cache=cache, observer=observer
-        )
+        self.jobs = JobService(settings, stores.jobs, self._engine, changes, observer)
         self.batches = BatchService(settings, stores, self.jobs, changes, self.pool)
         self.charts = Charts()
-        days = settings.retention_days
-        self._retention = Retention(stores, days) if days else None
 
     @classmethod
     def open(
@@ -84,14 +76,10 @@ class Service:
         stores = open_stores(settings.database_url)
         service = cls(settings, stores, changes, load_methods(), observer)
         service._engine.start()
-        if service._retention is not None:
-            service._retention.start()
         return service
 
     def close(self) -> None:
         """Queue running jobs again, and release all resources."""
-        if self._retention is not None:
-            self._retention.close()
         self.charts.close()
         self.pool.close()
         self._engine.close()
@@ -121,62 +109,6 @@ class Service:
     def is_solving(self) -> bool:
         """Whether the engine claims jobs, and can solve them."""
         return self._engine.can_solve and self._solvers.is_reachable
-
-
-# --- Retention: jobs and batches that ended long ago are deleted once an hour.
-# Every server does this, and finds only what no other server has deleted. A batch is deleted whole,
-# when the last of its jobs is old.
-
-_SWEEP_EVERY_S = 3600.0
-_DAY_S = 86_400.0
-_CHUNK = 200
-
-
-class Retention:
-    """Deletes what ended more than ``days`` ago, in small transactions for the sake of others."""
-
-    def __init__(self, stores: Stores, days: float, clock: Callable[[], float] = time.time) -> None:
-        self._stores = stores
-        self._days = days
-        self._now = clock
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="retention")
-
-    def start(self) -> None:
-        """Sweep now, and then every hour."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop after the current transaction."""
-        self._closing.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        log = structlog.get_logger(__name__)
-        while not self._closing.is_set():
-            try:
-                self.sweep()
-            except StoreUnavailableError as error:
-                log.warning(str(error), action="retention.store_unavailable")
-            except Exception:
-                # A thread that ends is lost until the next restart.
-                log.exception("a fault of the retention", action="retention.fault")
-            self._closing.wait(_SWEEP_EVERY_S)
-
-    def sweep(self) -> None:
-        """Delete everything that is old now."""
-        before = self._now() - self._days * _DAY_S
-        num_deleted, num_found = 0, _CHUNK
-        while num_found == _CHUNK and not self._closing.is_set():
-            num_found = self._stores.jobs.delete_finished(before, _CHUNK)
-            num_deleted += num_found
-        if num_deleted:
-            structlog.get_logger(__name__).info(
-                f"deleted what ended more than {self._days:g} days ago",
-                action="retention.deleted",
-                jobs=num_deleted,
-            )
 
 
 # --- The methods of the solver, each with one line of description.

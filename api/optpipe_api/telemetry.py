@@ -48,6 +48,7 @@ __all__ = [
     "LogQueue",
     "ServiceMetrics",
     "Telemetry",
+    "close_tracer_provider",
     "open_tracer_provider",
     "set_up_logs",
 ]
@@ -425,3 +426,15 @@ def open_tracer_provider() -> TracerProvider | None:
     except ValueError as error:
         raise InputError(f"a variable OTEL_BSP_... or OTEL_EXPORTER_...: {error}") from None
     return provider
+
+
+def close_tracer_provider(provider: TracerProvider, patience_s: float = _PATIENCE_S) -> None:
+    """Export the last spans; a collector that does not answer costs at most ``patience_s``."""
+    end = threading.Thread(target=provider.shutdown, daemon=True)
+    end.start()
+    end.join(patience_s)
+    if end.is_alive():
+        structlog.get_logger(__name__).warning(
+            "the last spans may be lost: the OpenTelemetry collector does not answer",
+            action="trace.lost",
+        )

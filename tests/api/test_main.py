@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from optpipe import Problem, check_schedule, load_csv
 from optpipe.client import Client, Job
@@ -181,6 +182,10 @@ print([name for name in ("optpipe_solver", "numba", "highspy") if name in sys.mo
         ),
         ({"OPTPIPE_HOST": "192.0.2.1", "OPTPIPE_PORT": "0"}, "optpipe keys create"),
         (
+            {"OPTPIPE_PORT": "0", "OTEL_TRACES_EXPORTER": "zipkin"},
+            "OTEL_TRACES_EXPORTER = 'zipkin'",
+        ),
+        (
             {"OPTPIPE_HOST": "192.0.2.1", "OPTPIPE_PORT": "0", "OPTPIPE_REQUIRE_KEYS": "false"},
             "cannot listen on 192.0.2.1",
         ),
@@ -190,8 +195,12 @@ def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch, settings, me
     monkeypatch.setenv("OPTPIPE_DATABASE_URL", database_in(tmp_path))
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(OptPipeError, match=re.escape(message)):
+    with (
+        capture_logs() as lines,
+        pytest.raises(OptPipeError, match=re.escape(message)),
+    ):
         main._serve(Settings.load())
+    assert "serve.start" not in [line["action"] for line in lines]
 
 
 INTERRUPTED = """

@@ -1,15 +1,14 @@
 """What is old goes, what is in use stays."""
 
+import re
 import time
 from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
-import structlog
 
 from optpipe_api.errors import JobNotFoundError
 from optpipe_api.jobs import JobEvent, JobRecord
-from optpipe_api.service import Retention
 from optpipe_api.store import AttemptOutcome, Stores, open_stores, tables
 from tests.api.live import make_settings, running, until
 from tests.api.store.test_jobs import new
@@ -17,12 +16,7 @@ from tests.api.store.test_jobs import new
 DAY_S = 86_400.0
 
 
-@pytest.fixture
-def retention(stores, clock) -> Retention:
-    return Retention(stores, 10, clock)
-
-
-def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
+def test_only_what_ended_long_ago_goes(stores, clock) -> None:
     old, running_job, queued = (add(stores, name) for name in ("old", "running", "queued"))
     finish(stores, old)
     claim = stores.jobs.claim("me", 1e9)
@@ -31,43 +25,30 @@ def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
     recent = add(stores, "recent", priority=1)
     finish(stores, recent)
     clock.now += 1.1 * DAY_S
-    retention.sweep()
+    assert stores.jobs.delete_finished(clock() - 10 * DAY_S) == 1
     assert ids(stores) == {recent.id, running_job.id, queued.id}
     with pytest.raises(JobNotFoundError):
         stores.jobs.get(old.id)
     assert num_rows(stores, tables.documents) == 3
-    clock.now += 9 * DAY_S
-    retention.sweep()
-    assert ids(stores) == {running_job.id, queued.id}
 
 
-def test_a_thousand_old_jobs_go_in_one_sweep(stores, retention, clock) -> None:
-    job = add(stores, "old")
-    finish(stores, job)
+def test_a_server_deletes_at_its_start_what_is_old(tmp_path, capsys) -> None:
+    """More than one transaction deletes."""
+    settings = make_settings(tmp_path, retention_days=10)
+    stores = open_stores(settings.database_url, lambda: time.time() - 11 * DAY_S)
+    finish(stores, add(stores, "old"))
     with stores.engine.begin() as connection:
         row = connection.execute(sa.select(tables.jobs)).one()._asdict()
         copies = [
             {**row, "position": row["position"] + number, "id": f"{number:032x}"}
-            for number in range(1, 1000)
+            for number in range(1, 500)
         ]
         connection.execute(sa.insert(tables.jobs), copies)
-    clock.now += 11 * DAY_S
-    with structlog.testing.capture_logs() as lines:
-        retention.sweep()
-        retention.sweep()
-    assert num_rows(stores, tables.jobs) == 0
-    assert [(line["action"], line["jobs"]) for line in lines] == [("retention.deleted", 1000)]
-
-
-def test_a_server_deletes_at_its_start_what_is_old(tmp_path) -> None:
-    settings = make_settings(tmp_path, retention_days=10)
-    stores = open_stores(settings.database_url, lambda: time.time() - 11 * DAY_S)
-    job = add(stores, "old")
-    finish(stores, job)
     with running(make_settings(tmp_path)):
-        assert ids(stores) == {job.id}
+        assert num_rows(stores, tables.jobs) == 500
     with running(settings):
         until(lambda: not ids(stores))
+    assert re.search(r"deleted what ended more than 10 days ago.*jobs=500", capsys.readouterr().out)
     stores.close()
 
 

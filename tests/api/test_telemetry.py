@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,6 +33,7 @@ from optpipe_api.telemetry import (
     LogQueue,
     ServiceMetrics,
     Telemetry,
+    close_tracer_provider,
     open_tracer_provider,
     set_up_logs,
 )
@@ -125,14 +127,6 @@ def test_a_closed_queue_writes_straight_through_and_a_broken_stream_breaks_nobod
     assert stream.getvalue() == "late\n"
     stream.close()
     log.info("later")
-
-
-def test_a_stream_that_hangs_does_not_hold_up_the_end() -> None:
-    stream = Stuck()
-    lines = LogQueue(stream)
-    logger_to(lines).info("0")
-    lines.close(patience_s=0.05)
-    stream.may_go_on.set()
 
 
 def test_tracebacks_of_machines_logs_hold_no_values(capsys: pytest.CaptureFixture[str]) -> None:
@@ -424,3 +418,12 @@ print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "op
     command = [sys.executable, "-c", script]
     environment = os.environ | variables | {"PYTHONPATH": path}
     assert subprocess.check_output(command, env=environment) == b"[]\n"
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_stop() -> None:
+    may_end = threading.Event()
+    provider: Any = SimpleNamespace(shutdown=lambda: may_end.wait(60))
+    with structlog.testing.capture_logs() as lines:
+        close_tracer_provider(provider, patience_s=0.05)
+    may_end.set()
+    assert [line["action"] for line in lines] == ["trace.lost"]

@@ -119,3 +119,5 @@ def test_files_that_cannot_be_drawn_are_refused_in_a_sentence(visit: Visit, job:
     page.wait_for_selector("#fault:visible:has-text('cut.json.gz is no complete gzip file')")
     drop(page, {"large.json": b" " * (8 * 2**20 + 1)})
     page.wait_for_selector("#fault:visible:has-text('more than 8388608 bytes')")
+    drop(page, {"bomb.json.gz": gzip.compress(b" " * 2**30, 1)})
+    page.wait_for_selector("#fault:visible:has-text('bomb.json.gz: the files have more than 8388')")

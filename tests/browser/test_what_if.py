@@ -139,17 +139,6 @@ def test_answers_appear_as_their_searches_end(visit: Visit, url: str) -> None:
     assert "ms per micro-batch as before" in rest.inner_text()
 
 
-def test_a_proven_schedule_is_not_searched_without_a_change(visit: Visit, url: str) -> None:
-    job = solved(url, "proves")
-    # The first schedule of this solver is proven by nobody: its second search does that.
-    httpx.post(f"{url}/v1/jobs/{job['id']}/resume?wait=60", json={"time_limit_s": 1}, timeout=90)
-    page = visit.open(f"?job={job['id']}")
-    page.click(ASK)
-    page.wait_for_selector(ANSWERED)
-    assert [row.partition(": ")[0] for row in shown(visit)][1:] == ["twice the micro-batches (8)"]
-    assert "proven: nothing can be gained" in shown(visit)[0]
-
-
 def test_a_job_that_was_searched_again_says_that_its_answers_are_older(
     visit: Visit, url: str
 ) -> None:

@@ -367,6 +367,8 @@ _LONG_PAUSE_S = 10.0
 _MAX_WORKERS = 12
 _MAX_WAIT_S = 1.0
 _PATIENCE_S = 5.0
+_DELETE_EVERY_S, _DAY_S = 3600.0, 86_400.0
+_NUM_DELETED_AT_ONCE = 200
 
 
 @dataclass(eq=False)
@@ -431,6 +433,7 @@ class SlotEngine:
             "leases": self._expire_leases,
             "borrowed": self._return_borrowed,
             "heartbeats": self._renew_leases,
+            "retention": self._delete_old,
         }
         self._threads = [
             threading.Thread(target=self._repeat, args=(step,), name=name)
@@ -779,6 +782,28 @@ class SlotEngine:
             self.wake()
         self._checked_at = time.time()
         self._closing.wait(settings.heartbeat_s)
+
+    # Retention
+
+    def _delete_old(self) -> None:
+        """Delete what ended more than ``retention_days`` ago, then wait for an hour.
+
+        Every server does this, and finds only what no other server has deleted. The transactions
+        are small for the sake of other writers.
+        """
+        days = self._settings.retention_days
+        before = time.time() - days * _DAY_S
+        num_deleted, num_found = 0, _NUM_DELETED_AT_ONCE if days else 0
+        while num_found == _NUM_DELETED_AT_ONCE and not self._closing.is_set():
+            num_found = self._store.delete_finished(before, _NUM_DELETED_AT_ONCE)
+            num_deleted += num_found
+        if num_deleted:
+            _log().info(
+                f"deleted what ended more than {days:g} days ago",
+                action="retention.deleted",
+                jobs=num_deleted,
+            )
+        self._closing.wait(_DELETE_EVERY_S)
 
 
 # --- The owner of a lease: a name from which other processes can see that this process has ended.

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KNOWN_PARAMETERS_ONLY",
-    "NO_NUL",
     "NO_SCRIPTS",
+    "OWNER_NAME",
     "TEXT",
     "Accept",
     "Answers",
@@ -55,6 +55,7 @@ __all__ = [
     "seconds_to_wait",
     "split_page",
     "tagged",
+    "text_filter",
     "version_headers",
     "visible_owner",
     "wait_while_connected",
@@ -100,6 +101,14 @@ Cursor = Annotated[
 ]
 IfNoneMatch = Annotated[str | None, Header(description="`ETag` of the version that you have.")]
 Limit = Annotated[int, Query(ge=1, le=200)]
+
+
+def text_filter(description: str) -> Any:
+    """Return a parameter that selects by a text, which must be one that PostgreSQL can compare."""
+    return Query(max_length=100, pattern=r"^[^\x00]*$", description=description)
+
+
+OWNER_NAME = text_filter("Name of a key; yours, unless you are admin.")
 
 
 def idempotency_key(effect: str) -> Any:
@@ -150,8 +159,6 @@ KNOWN_PARAMETERS_ONLY = [Depends(_refuse_unknown_parameters)]
 
 TEXT = {"schema": {"type": "string"}}
 
-NO_NUL = r"^[^\x00]*$"
-"""Pattern of a text that PostgreSQL can compare."""
 """The content of a text."""
 
 

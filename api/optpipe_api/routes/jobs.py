@@ -40,8 +40,8 @@ from optpipe_api.http_errors import documented
 from optpipe_api.jobs import DocumentKind
 from optpipe_api.routes.common import (
     KNOWN_PARAMETERS_ONLY,
-    NO_NUL,
     NO_SCRIPTS,
+    OWNER_NAME,
     Accept,
     Answers,
     Cursor,
@@ -235,14 +235,7 @@ def list_jobs(
     state: JobState | None = None,
     tag: Annotated[Tag | None, Query()] = None,
     batch: Annotated[str | None, Query(pattern=r"^[0-9a-f]{32}$")] = None,
-    owner: Annotated[
-        str | None,
-        Query(
-            max_length=100,
-            pattern=NO_NUL,
-            description="Name of a key; yours, unless you are admin.",
-        ),
-    ] = None,
+    owner: Annotated[str | None, OWNER_NAME] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> JobList:
@@ -282,16 +275,7 @@ def delete(job_id: str, service: Serving, caller: Submitter) -> None:
     summary="Cancel all jobs of an owner",
 )
 def cancel_owner(
-    service: Serving,
-    caller: Submitter,
-    owner: Annotated[
-        str,
-        Query(
-            max_length=100,
-            pattern=NO_NUL,
-            description="Name of a key; yours, unless you are admin.",
-        ),
-    ],
+    service: Serving, caller: Submitter, owner: Annotated[str, OWNER_NAME]
 ) -> CancelledJobs:
     """Cancel the queued jobs of an owner, stop the running ones; each keeps its best schedule."""
     return CancelledJobs(num_jobs=service.jobs.cancel_owner(owner, caller))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import Response
 from fastapi.staticfiles import StaticFiles
@@ -25,7 +25,6 @@ from optpipe_api.errors import SolverUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.routes.common import (
     KNOWN_PARAMETERS_ONLY,
-    NO_NUL,
     TEXT,
     ConstantDocument,
     Cursor,
@@ -34,6 +33,7 @@ from optpipe_api.routes.common import (
     Serving,
     split_page,
     tagged,
+    text_filter,
 )
 from optpipe_api.telemetry import CONTENT_TYPE
 
@@ -105,22 +105,8 @@ def audit(
     *,
     service: Serving,
     caller: Reader,
-    subject: Annotated[
-        str | None,
-        Query(
-            max_length=100,
-            pattern=NO_NUL,
-            description="Id of a job or batch, or name of a key.",
-        ),
-    ] = None,
-    actor: Annotated[
-        str | None,
-        Query(
-            max_length=100,
-            pattern=NO_NUL,
-            description="Name of the key that made the change.",
-        ),
-    ] = None,
+    subject: Annotated[str | None, text_filter("Id of a job or batch, or name of a key.")] = None,
+    actor: Annotated[str | None, text_filter("Name of the key that made the change.")] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> AuditList:

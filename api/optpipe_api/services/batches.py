@@ -173,16 +173,18 @@ class BatchService:
             priority=batch.priority,
             items=tuple(item.plan for item in batch.items),
         )
+        # The items and axes of a what-if follow from the job, and change with its best schedule.
+        subject = batch.what_if or [item.job.problem_hash for item in batch.items]
+        axes = {} if batch.what_if else batch.axes
+        request = [subject, batch.name, axes, batch.tags, batch.priority, asdict(batch.options)]
         new = NewBatch(
             name=batch.name,
             owner=caller.name,
             plan=plan,
-            request_hash=_request_hash(batch),
+            request_hash=hash_of(request),
             idempotency_key=key,
         )
-        drafts = [
-            self._jobs.cache.complete(replace(item.job, owner=caller.name)) for item in batch.items
-        ]
+        drafts = [self._jobs.complete(replace(item.job, owner=caller.name)) for item in batch.items]
         record, jobs = self._store.add(
             new,
             drafts,
@@ -239,23 +241,29 @@ class BatchService:
     def table(self, batch_id: str, caller: Principal) -> list[SweepRow]:
         """Return a row per item, in order; unknown values are None."""
         _, _, items = self.load(batch_id, caller)
-        return [
-            SweepRow(
-                index=item.index,
-                values=item.plan.values,
-                name=item.job.name,
-                state=item.job.state.value,
-                objective_ms=item.source.objective_ms,
-                bound_ms=item.job.bound_ms,
-                gap=item.gap,
-                memory_bytes=max(item.plan.memory_bytes),
-                seconds=item.job.spent_s if item.job.state.is_final else None,
-                problem_hash=item.job.problem_hash,
-                job_id=item.job.id,
-                message=_message_of(item),
+        rows = []
+        for item in items:
+            job, source = item.job, item.source
+            message = None if job.error is None else job.error.message
+            if source is not job:
+                message = carried_message(f"job {source.id} ({source.name})", message)
+            rows.append(
+                SweepRow(
+                    index=item.index,
+                    values=item.plan.values,
+                    name=job.name,
+                    state=job.state.value,
+                    objective_ms=source.objective_ms,
+                    bound_ms=job.bound_ms,
+                    gap=item.gap,
+                    memory_bytes=max(item.plan.memory_bytes),
+                    seconds=job.spent_s if job.state.is_final else None,
+                    problem_hash=job.problem_hash,
+                    job_id=job.id,
+                    message=message,
+                )
             )
-            for item in items
-        ]
+        return rows
 
     def frontier(self, batch_id: str, caller: Principal) -> tuple[str, list[FrontierLine]]:
         """Return the name of a batch, and the frontier of its results so far."""
@@ -323,20 +331,6 @@ class BatchService:
             await self._watch.until(batch_id, lambda standing: standing.is_finished, timeout_s)
 
 
-def _request_hash(batch: ReadBatch) -> str:
-    # The items and axes of a what-if follow from the job, and change with its best schedule.
-    subject = batch.what_if or [item.job.problem_hash for item in batch.items]
-    axes = {} if batch.what_if else batch.axes
-    return hash_of([subject, batch.name, axes, batch.tags, batch.priority, asdict(batch.options)])
-
-
-def _message_of(item: BatchItem) -> str | None:
-    message = None if item.job.error is None else item.job.error.message
-    if item.source is item.job:
-        return message
-    return carried_message(f"job {item.source.id} ({item.source.name})", message)
-
-
 # --- The items of a what-if.
 
 
@@ -358,45 +352,38 @@ def make_items(
         if isinstance(question, WhatIfQuestion)
     ]
     tighter = tighter_ones([question.problem for question in variants])
-    return tuple(
-        _make_item(question, others, known.provenance, options)
-        for question, others in zip(variants, tighter, strict=True)
-    )
-
-
-def _make_item(
-    question: WhatIfQuestion, tighter: tuple[int, ...], origin: Provenance, options: JobOptions
-) -> ReadItem:
-    problem = question.problem
-    start = evaluate(
-        problem,
-        question.start,
-        Provenance(method=origin.method, seed=origin.seed),
-        stopped_by="cancelled",
-        # The start is feasible by a theorem. A check would double the time.
-        run=simulate(problem, question.start),
-    )
-    if question.name == AS_IT_IS:
-        # The cache would answer with the job itself, without a search.
-        options = replace(options, cache="refresh")
-    job = solved_job(
-        problem,
-        options,
-        cache=Cache.NEAR,
-        start=JobStart(
-            documents={DocumentKind.SCHEDULE: start.model_dump_json(by_alias=True)},
-            objective_ms=start.objective_ms,
-            method=origin.method,
-        ),
-        is_start_required=True,
-    )
-    plan = ItemPlan(
-        values={_AXIS: question.name, "num_microbatches": problem.num_microbatches},
-        memory_bytes=memory_of(problem),
-        family=family_of(problem),
-        tighter=tighter,
-    )
-    return ReadItem(job=replace(job, name=question.text), plan=plan)
+    items = []
+    for question, others in zip(variants, tighter, strict=True):
+        changed, origin = question.problem, known.provenance
+        start = evaluate(
+            changed,
+            question.start,
+            Provenance(method=origin.method, seed=origin.seed),
+            stopped_by="cancelled",
+            # The start is feasible by a theorem. A check would double the time.
+            run=simulate(changed, question.start),
+        )
+        # The cache would answer the unchanged problem with the job itself, without a search.
+        is_unchanged = question.name == AS_IT_IS
+        job = solved_job(
+            changed,
+            replace(options, cache="refresh") if is_unchanged else options,
+            cache=Cache.NEAR,
+            start=JobStart(
+                documents={DocumentKind.SCHEDULE: start.model_dump_json(by_alias=True)},
+                objective_ms=start.objective_ms,
+                method=origin.method,
+            ),
+            is_start_required=True,
+        )
+        plan = ItemPlan(
+            values={_AXIS: question.name, "num_microbatches": changed.num_microbatches},
+            memory_bytes=memory_of(changed),
+            family=family_of(changed),
+            tighter=others,
+        )
+        items.append(ReadItem(job=replace(job, name=question.text), plan=plan))
+    return tuple(items)
 
 
 def _prefixed_name(prefix: str, name: str) -> str:

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from optpipe_api.store import JobStore
 
 __all__ = [
-    "JobCache",
     "JobService",
     "check_priority",
+    "complete_from_cache",
     "is_reusable",
 ]
 
@@ -51,44 +51,37 @@ __all__ = [
 _MAX_SAME = 20
 
 
-class JobCache:
-    """Finds answers of new jobs among finished jobs; for threads."""
+def complete_from_cache(new: NewJob, store: JobStore) -> NewJob:
+    """Return the job with the newest answer of a hit, or unchanged.
 
-    def __init__(self, settings: Settings, store: JobStore) -> None:
-        self._is_enabled = settings.cache
-        self._store = store
-
-    def complete(self, new: NewJob) -> NewJob:
-        """Return the job with the newest answer of a hit, or unchanged.
-
-        A job that has a start keeps it, unless there is an answer that is no worse.
-        """
-        has_schedule = DocumentKind.SCHEDULE in KINDS[new.kind].answers
-        if not (self._is_enabled and has_schedule) or new.options.cache == "refresh":
-            return new
-        found = self._store.answer(
-            new.problem_hash,
-            *KINDS[new.kind].answers,
-            kind=new.kind,
-            owner=new.owner,
-            limit=_MAX_SAME,
-            accepts=lambda job: (
-                is_reusable(job, new.options) and new.accepts_objective(job.objective_ms)
-            ),
-        )
-        if found is None:
-            return new
-        job, documents, method = found
-        is_infeasible = job.state is JobState.INFEASIBLE
-        outcome = AttemptOutcome(
-            event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
-            documents=documents,
-            objective_ms=job.objective_ms,
-            bound_ms=job.bound_ms,
-            error=job.error,
-            method=method,
-        )
-        return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
+    A job that has a start keeps it, unless there is an answer that is no worse.
+    """
+    has_schedule = DocumentKind.SCHEDULE in KINDS[new.kind].answers
+    if not has_schedule or new.options.cache == "refresh":
+        return new
+    found = store.answer(
+        new.problem_hash,
+        *KINDS[new.kind].answers,
+        kind=new.kind,
+        owner=new.owner,
+        limit=_MAX_SAME,
+        accepts=lambda job: (
+            is_reusable(job, new.options) and new.accepts_objective(job.objective_ms)
+        ),
+    )
+    if found is None:
+        return new
+    job, documents, method = found
+    is_infeasible = job.state is JobState.INFEASIBLE
+    outcome = AttemptOutcome(
+        event=JobEvent.PROVE_INFEASIBLE if is_infeasible else JobEvent.SUCCEED,
+        documents=documents,
+        objective_ms=job.objective_ms,
+        bound_ms=job.bound_ms,
+        error=job.error,
+        method=method,
+    )
+    return replace(new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome)
 
 
 def is_reusable(job: JobRecord, options: JobOptions) -> bool:
@@ -115,11 +108,8 @@ class JobService:
         store: JobStore,
         engine: SlotEngine,
         changes: Changes,
-        *,
-        cache: JobCache,
         observer: EngineObserver = NO_OBSERVER,
     ) -> None:
-        self.cache = cache
         self._observer = observer
         self._settings = settings
         self._store = store
@@ -141,7 +131,7 @@ class JobService:
         `JobStore.add`; `RequestError` if the priority is not allowed for the caller's role.
         """
         check_priority(new.priority, caller)
-        new = self.cache.complete(replace(new, owner=caller.name, idempotency_key=key))
+        new = self.complete(replace(new, owner=caller.name, idempotency_key=key))
         job, is_new = self._store.add(
             new,
             max_queued=self._settings.max_queued_jobs,
@@ -156,6 +146,10 @@ class JobService:
             return job, []
         numbers = {"objective_ms": job.objective_ms, "bound_ms": job.bound_ms}
         return job, [TracePoint(seconds=0.0, method=answer.method, **numbers)]
+
+    def complete(self, new: NewJob) -> NewJob:
+        """Return a new job with its answer as `complete_from_cache`, if the service has a cache."""
+        return complete_from_cache(new, self._store) if self._settings.cache else new
 
     def publish_new(self, job: JobRecord) -> None:
         """Publish a stored job to engine, followers and observer."""

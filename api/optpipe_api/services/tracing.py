@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from optpipe.errors import FieldError, FieldRef
 from optpipe_api.bodies import decode_json
 from optpipe_api.errors import TooManyTracesError
-from optpipe_api.services.turns import Turns
+from optpipe_api.services.parse_pool import Turns
 
 if TYPE_CHECKING:
     from optpipe.requests import ModelOnGpus

@@ -1,7 +1,6 @@
 // A batch: how far it is, its items, and what memory buys.
 
-import { onTheme } from "./bokeh.js";
-import { Chart } from "./chart.js";
+import { Chart, onTheme } from "./chart.js";
 import { announce, button, el, fact, save, table } from "./dom.js";
 import { guarded, showFault } from "./faults.js";
 import { bytes, ms, share } from "./format.js";

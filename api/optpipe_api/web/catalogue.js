@@ -10,3 +10,14 @@ export async function catalogue() {
   return { fields,
     choices: { model: { choices: models.map(({ name }) => name) }, gpu: { choices: gpuChoices } } };
 }
+
+// --- The methods of the service, and their titles.
+
+/** Return the methods, {name, title, description}. */
+export const methods = async () => (await askOnce("v1/methods")).methods;
+
+/** Return a function from a method's name to its title; names that the service does not know stay. */
+export async function titles() {
+  const found = new Map((await methods()).map(({ name, title }) => [name, title]));
+  return (name) => found.get(name) ?? name;
+}

@@ -1,16 +1,13 @@
 // The form at the left: a problem from a preset or a file, varied by sliders, to be solved.
 
-import { catalogue } from "./catalogue.js";
+import { catalogue, methods } from "./catalogue.js";
 import { controls, namesOf, pick, valuesOf } from "./controls.js";
 import { byId, later } from "./dom.js";
 import { clearFault, guarded, lastFault } from "./faults.js";
-import { inAddress, packed, unpacked } from "./fragment.js";
 import { askJson } from "./http.js";
-import { amend, go } from "./link.js";
-import { methods } from "./methods.js";
+import { amend, go, inAddress, packed, unpacked } from "./link.js";
 import { Preset } from "./preset.js";
-import { Sliders } from "./sliders.js";
-import { unvaried } from "./unvaried.js";
+import { Sliders, unvaried } from "./sliders.js";
 
 const PAUSE_MS = 150;
 const SWEPT = [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2];

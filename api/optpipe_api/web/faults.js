@@ -1,6 +1,6 @@
 // Errors, shown as sentences (value, rule, fix), next to the reader; the field of an error gets the focus.
 
-import { byId, button, el } from "./dom.js";
+import { button, byId, el } from "./dom.js";
 
 let number = 0;
 

@@ -1,11 +1,9 @@
 // Files: chosen, dropped or pasted. A problem or a config.json fills a form; schedules and traces are drawn.
 
-import { byId } from "./dom.js";
-import { guarded } from "./faults.js";
-import { go } from "./link.js";
-import { setOpened } from "./opened.js";
-
-const MOST_BYTES = 8 * 1024 * 1024;
+import { BUBBLE, Chart, onTheme } from "./chart.js";
+import { byId, el } from "./dom.js";
+import { guarded, showFault } from "./faults.js";
+import { MOST_BYTES, go, readParts } from "./link.js";
 
 /** Let people hand in files; `shownView` returns the view that is shown, null for the form. */
 export function setUpFiles(compose, shownView) {
@@ -81,23 +79,23 @@ async function use(compose, data, name) {
   await compose.use(data.problem ?? data, name);
 }
 
-/** Return names and texts of files; those that end in .gz are unpacked. */
+/** Return names and texts of files; those that end in .gz are unpacked, up to the limit of all together. */
 async function readAll(list) {
   let left = MOST_BYTES;
   const read = [];
   for (const file of list) {
     const isPacked = file.name.endsWith(".gz");
-    const stream = isPacked ? file.stream().pipeThrough(new DecompressionStream("gzip")) : null;
-    left -= file.size;
-    const text = left < 0 ? "" : await (stream ? new Response(stream) : file).text().catch(() => {
+    const stream = isPacked ? file.stream().pipeThrough(new DecompressionStream("gzip")) : file.stream();
+    const parts = await readParts(stream, left).catch(() => {
       throw fault(`${file.name} is no complete gzip file; write it again`);
     });
-    if (isPacked) left -= text.length - file.size;
-    if (left < 0) {
+    if (parts === null) {
       throw fault(`${file.name}: the files have more than ${MOST_BYTES} bytes, which is the limit of this page; `
         + "record fewer steps, or use the command line (optpipe plot, optpipe import)");
     }
-    read.push({ name: file.name, text });
+    const bytes = new Blob(parts);
+    left -= bytes.size;
+    read.push({ name: file.name, text: await bytes.text() });
   }
   return read;
 }
@@ -122,3 +120,52 @@ function parsed({ name, text }) {
 
 /** Return an error that a file causes. */
 const fault = (message) => Object.assign(new Error(message), { code: "file.invalid" });
+
+// --- Schedules and traces from files, drawn on one time axis.
+
+let opened = null;
+
+/** Keep what the next view shows: `files` of {name, text}, and their `problem` if there is one. */
+const setOpened = (value) => { opened = value; };
+
+/** Shows the opened files; a browser gives a page no file again, so that a reload shows how to open some. */
+export class OpenedView {
+  constructor() {
+    [this.opened, opened] = [opened, null];
+  }
+
+  async open(host) {
+    if (!this.opened) {
+      host.replaceChildren(el("section", { id: "opened" }, el("h1", {}, "Open a schedule or the traces of a run"),
+        el("ul", { class: "plain" },
+          el("li", {}, "A schedule: JSON of OptPipe, or CSV of torch. With its problem it has times and memory."),
+          el("li", {}, "Traces: of the PyTorch profiler, one file per rank, or of ",
+            el("code", {}, "PipelineRunner"), ". Text or gzip."),
+          el("li", {}, "On the page of an answer, they are drawn next to its schedule: measured next to planned.")),
+        el("div", { class: "buttons" }, el("label", { class: "button main", for: "open-input" }, "Choose files")),
+        el("p", { class: "hint" }, "Or drop them anywhere on the page. They are drawn and not stored.")));
+      return;
+    }
+    this.chart = new Chart("Opened files: lanes of every device over time");
+    const names = this.opened.files.map(({ name }) => name);
+    const title = names.length > 3 ? `${names[0]} and ${names.length - 1} more files` : names.join(", ");
+    host.replaceChildren(el("section", { id: "opened" }, el("h1", {}, title),
+      el("div", { class: "bar" }, this.chart.buttons()), this.chart.element,
+      el("p", { class: "hint" }, BUBBLE)));
+    this.chart.say("Drawing the files.");
+    onTheme(() => this.draw());
+    await this.draw();
+  }
+
+  draw() {
+    if (this.chart.isClosed) return undefined;
+    return this.chart.show("v1/charts", this.opened).catch((error) => {
+      showFault(error);
+      if (!this.chart.drawn) this.chart.say("The files cannot be drawn.");
+    });
+  }
+
+  close() {
+    this.chart?.close();
+  }
+}

@@ -1,24 +1,17 @@
 // The page of an answer: its question, its numbers as they come, its schedule, what can be done next.
 
-import { tellActions } from "./actions.js";
-import { onTheme } from "./bokeh.js";
-import { BUBBLE, Chart } from "./chart.js";
+import { titles } from "./catalogue.js";
+import { BUBBLE, Chart, onTheme } from "./chart.js";
 import { announce, el, later } from "./dom.js";
-import { downloads } from "./downloads.js";
-import { comparisonTable } from "./comparison.js";
-import { events } from "./events.js";
-import { OPTIMAL_GAP, factsOf } from "./facts.js";
 import { showFault } from "./faults.js";
 import { msUnit, share, stateWord } from "./format.js";
-import { ask, askJson } from "./http.js";
-import { besideField, setBeside } from "./beside.js";
+import { ask, askJson, events } from "./http.js";
+import { besideField, comparisonTable, downloads, factsOf, OPTIMAL_GAP, setBeside, tellActions, why } from "./job_parts.js";
 import { address, amend, amendZoom } from "./link.js";
-import { titles } from "./methods.js";
 import { Progress } from "./progress.js";
 import { Question } from "./question.js";
 import { Tuned } from "./tuned.js";
 import { WhatIf } from "./what_if.js";
-import { why } from "./why.js";
 
 const FINAL = ["succeeded", "infeasible", "failed", "cancelled"];
 const SAY_MS = 1000;

@@ -1,11 +1,11 @@
 // Jobs and batches, newest first: how they stand, and what can be done about them.
 
+import { titles } from "./catalogue.js";
 import { button, el, table } from "./dom.js";
 import { guarded, showFault } from "./faults.js";
 import { ago, ms, share, stateWord } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { address } from "./link.js";
-import { titles } from "./methods.js";
 
 const AGAIN_MS = 2000;
 const PAGE = 50;

@@ -1,6 +1,6 @@
 // Objective, bound and gap while a job is solved: numbers that grow as events come.
 
-import { bokeh, dispose, theme } from "./bokeh.js";
+import { bokeh, dispose, theme } from "./chart.js";
 import { el } from "./dom.js";
 
 const COLOURS = {

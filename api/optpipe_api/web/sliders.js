@@ -1,8 +1,8 @@
 // "What if": the axes along which a problem is varied. The service varies it; see /v1/variants.
 
+import { choiceField, Slider } from "./controls.js";
 import { byId, el } from "./dom.js";
 import { bytes, digits } from "./format.js";
-import { Slider, choiceField } from "./controls.js";
 
 const FACTORS = [0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.25, 1.5,
   1.75, 2, 2.5, 3, 4];
@@ -118,4 +118,23 @@ export class Sliders {
     this.placement.querySelector("select").disabled = isPreset || !axes.includes("placement");
     for (const [axis, input] of this.switches) input.disabled = !axes.includes(axis);
   }
+}
+
+// --- What the sliders are factors of.
+
+/** Return a problem with the factors of the sliders taken out again. */
+export function unvaried(problem, values, { num_microbatches }) {
+  const { memory_scale = 1, pcie_scale = 1, link_scale = 1 } = values;
+  const over = (value, factor) => (value === null ? null : value / factor);
+  return {
+    num_microbatches,
+    devices: problem.devices.map((device) => ({
+      memory_bytes: device.memory_bytes / memory_scale,
+      d2h_gb_per_s: over(device.d2h_gb_per_s, pcie_scale),
+    })),
+    links: problem.links.map((link) => ({
+      latency_ms: link.latency_ms,
+      bandwidth_gb_per_s: over(link.bandwidth_gb_per_s, link_scale),
+    })),
+  };
 }

@@ -5,10 +5,8 @@ import { guarded, showFault } from "./faults.js";
 import { ms, msUnit, sentence, share } from "./format.js";
 import { askJson } from "./http.js";
 import { go } from "./link.js";
-import { Paste } from "./paste.js";
-import { layerMover, solveRow, whatIfs } from "./tuned_acts.js";
+import { layerMover, Paste, scalingPart, solveRow, switchesPart, whatIfs } from "./tuned_parts.js";
 import { countsBar, layersOf, paretoPlot, partsKey, peak, rankBars } from "./tuned_plots.js";
-import { scalingPart, switchesPart } from "./tuned_tables.js";
 
 const GIB = 2 ** 30, MOST_ROWS = 11, SOON_MS = 200;
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });

@@ -3,7 +3,7 @@
 import { announce, button, el } from "./dom.js";
 import { guarded, showFault } from "./faults.js";
 import { ms, share } from "./format.js";
-import { Fault, askJson } from "./http.js";
+import { askJson, Fault } from "./http.js";
 import { address, amend } from "./link.js";
 
 const WAIT_S = 1;

@@ -38,7 +38,7 @@ def test_every_file_that_the_page_names_is_served(http) -> None:
         for file in WEB.glob("*.js")
         for name in IMPORT.findall(file.read_text("utf-8"))
     }
-    assert named >= {"page/main.js", "page/page.css", "page/events.js"}
+    assert named >= {"page/main.js", "page/page.css", "page/http.js"}
     for path in sorted(named):
         assert http.get(f"/{path}").status_code == 200, path
 

@@ -13,13 +13,12 @@ import httpx
 import pytest
 
 from optpipe.answers import JobState
-from optpipe_api.access import ANYBODY
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobEvent, Standing, TracePoint
 from optpipe_api.services import events
 from optpipe_api.services.events import Changes, Purpose, SharedCalls, Watch
 from tests.api.live import connected, make_settings, running, two_stages
-from tests.api.services.test_jobs import Bench, bench, until
+from tests.api.services.test_jobs import bench, until
 from tests.api.store import test_batches as batches_of_test
 from tests.api.store.test_jobs import LEASE_S, new
 
@@ -245,50 +244,6 @@ async def test_a_fault_is_raised_by_all_who_wait_and_the_next_are_served(stage: 
 
 
 # With a store, and another server on it
-
-
-async def test_waiting_requests_and_followers_together_ask_once_a_round(
-    bench: Bench, monkeypatch
-) -> None:
-    """A hundred jobs, each waited for in three ways, and nothing happens to any of them."""
-    queries: list[tuple[str, ...]] = []
-    reads: list[str] = []
-    standings, get, history = bench.store.standings, bench.store.get, bench.store.history
-    jobs, watch = bench.jobs, bench.jobs._watch
-
-    def counted(job_ids: list[str]) -> Any:
-        queries.append(tuple(job_ids))
-        return standings(job_ids)
-
-    def noted(read: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*given: Any) -> Any:
-            reads.append(read.__name__)
-            return read(*given)
-
-        return ask
-
-    def all_wait() -> bool:
-        num_waiting = sum(map(len, watch._waiting.values()))
-        return (len(reads), num_waiting, len(watch._due)) == (200, 300, 0)
-
-    monkeypatch.setattr(bench.store, "standings", counted)
-    monkeypatch.setattr(bench.store, "get", noted(get))
-    monkeypatch.setattr(bench.store, "history", noted(history))
-    added = [bench.store.add(new(str(number)), max_queued=999)[0] for number in range(100)]
-    for job in added:
-        bench.hold(jobs.wait(job, 50.0))
-        bench.hold(jobs.wait_schedule(job.id, 0, 50.0, ANYBODY))
-        bench.hold(bench.collect(job.id))
-    await until(all_wait)
-    began, num_queries, num_reads = time.monotonic(), len(queries), len(reads)
-    await asyncio.sleep(4.5 * ROUND_S)
-    await until(lambda: len(queries) >= num_queries + 3)
-    # The last look of those who came may begin now, and a round at both ends.
-    num_rounds = (time.monotonic() - began) / ROUND_S
-    assert len(queries) - num_queries <= 2 + num_rounds
-    assert {len(job_ids) for job_ids in queries[-2:]} == {100}
-    assert len(reads) == num_reads
-    bench.changes.close()
 
 
 async def test_what_another_server_does_is_seen_within_a_second_or_two(open_all) -> None:

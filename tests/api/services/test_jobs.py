@@ -26,8 +26,8 @@ from optpipe_api.jobs import (
 )
 from optpipe_api.services.events import Changes
 from optpipe_api.services.jobs import (
-    JobCache,
     JobService,
+    complete_from_cache,
     is_reusable,
 )
 from optpipe_api.services.submission import solved_job
@@ -70,8 +70,7 @@ class Bench:
         self.engine = engine
         self.changes = Changes()
         self.waiting: list[asyncio.Future[Any]] = []
-        cache = JobCache(self.settings, self.store)
-        self.jobs = JobService(self.settings, self.store, engine, self.changes, cache=cache)
+        self.jobs = JobService(self.settings, self.store, engine, self.changes)
 
     def submit(self, who: Principal = ANYBODY, key: str | None = None, **kwargs) -> JobRecord:
         options = JobOptions(time_limit_s=5.0)
@@ -142,23 +141,6 @@ async def test_an_answer_that_is_known_wakes_nobody(bench: Bench) -> None:
 
 
 # Changing
-
-
-async def test_a_cancellation_reaches_store_engine_and_followers(bench: Bench) -> None:
-    job_id = bench.submit().id
-    following = asyncio.create_task(bench.collect(job_id))
-    await asyncio.sleep(0.05)
-    bench.jobs.cancel(job_id, ANYBODY)
-    assert texts(await following) == ["queued", "cancelled"]
-    assert bench.engine.cancelled == [job_id]
-
-
-async def test_more_time_wakes_the_engine(bench: Bench) -> None:
-    job_id = bench.submit().id
-    bench.jobs.cancel(job_id, ANYBODY)
-    bench.engine.woken = 0
-    assert bench.jobs.resume(job_id, 1.0, ANYBODY).state is JobState.QUEUED
-    assert bench.engine.woken == 1
 
 
 # Waiting
@@ -277,17 +259,15 @@ def two(name: str = "", **stage: Any) -> Problem:
 class Shelf:
     """A store with finished jobs, and what the cache finds of them."""
 
-    def __init__(self, folder, **settings) -> None:
-        self.settings = make_settings(folder, **({"cache": True} | settings))
-        self.stores = open_stores(self.settings.database_url)
+    def __init__(self, folder) -> None:
+        self.stores = open_stores(make_settings(folder).database_url)
         self.store = self.stores.jobs
-        self.cache = JobCache(self.settings, self.store)
 
     def new(self, problem: Problem, owner: str = "", **options) -> NewJob:
         return solved_job(problem, replace(JobOptions(time_limit_s=5.0), **options), owner=owner)
 
     def ask(self, problem: Problem, owner: str = "", **options) -> NewJob:
-        return self.cache.complete(self.new(problem, owner, **options))
+        return complete_from_cache(self.new(problem, owner, **options), self.store)
 
     def solved(
         self,
@@ -422,11 +402,10 @@ def test_a_job_of_somebody_else_is_neither(shelf) -> None:
     assert shelf.ask(two(), owner="a").cache is Cache.HIT
 
 
-def test_refresh_takes_neither_and_a_service_may_want_neither(shelf, tmp_path) -> None:
+async def test_refresh_takes_neither_and_a_service_may_want_neither(shelf, bench: Bench) -> None:
     shelf.solved(two())
     assert shelf.ask(two(), cache="refresh").cache is Cache.MISS
-    with closing(Shelf(tmp_path, cache=False)) as other:
-        assert other.ask(two()).cache is Cache.MISS
+    assert bench.submit().cache is Cache.MISS
 
 
 def test_a_plan_that_was_made_before_comes_with_its_problem(shelf) -> None:
@@ -440,6 +419,6 @@ def test_a_plan_that_was_made_before_comes_with_its_problem(shelf) -> None:
         method="plan",
     )
     shelf.store.finish(shelf.store.claim("worker", 60.0).lease, outcome)
-    new = shelf.cache.complete(plan)
+    new: Any = complete_from_cache(plan, shelf.store)
     assert (new.cache, new.documents) == (Cache.HIT, {"model": "M"})
     assert new.finished.documents == {"problem": "P", "schedule": "S"}

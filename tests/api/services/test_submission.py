@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from optpipe import Model, Problem
 from optpipe.answers import JobOptions
 from optpipe.errors import OptPipeError
-from optpipe.requests import CompareRequest, JobKind, SolveRequest
+from optpipe.requests import SolveRequest
 from optpipe_api import Settings
 from optpipe_api.access import ANYBODY
 from optpipe_api.jobs import NewJob
@@ -73,23 +73,6 @@ def test_a_submission_is_read_whole(anywhere) -> None:
     noise: dict[str, Any] = {"robust": "P97.5", "stragglers": 0.3}
     noisy = read(anywhere, ASKED | {"options": noise}).options
     assert noisy == JobOptions(time_limit_s=60.0, jitter=0.1, **noise)
-
-
-def test_a_model_is_read_and_named_by_what_it_says(anywhere) -> None:
-    found = read(anywhere, {"model": MODEL, "options": {"chunks": [1, 2]}})
-    assert (found.kind, set(found.documents)) == (JobKind.PLAN, {"model"})
-    assert Model.parse(json.loads(found.documents["model"])) == Model.parse(MODEL)
-    assert found.options.chunks == (1, 2)
-    assert found.shape_hash == ""
-
-
-def test_a_comparison_is_read(anywhere) -> None:
-    body = {"problem": two_stages(), "options": {"time_limit_s": 1, "workload": {}}}
-    data = json.dumps(body).encode()
-    call = anywhere.run(read_job, data, SETTINGS, METHODS, CompareRequest, caller=ANYBODY)
-    job = asyncio.run(call)
-    assert Problem.parse(json.loads(job.documents["problem"])) == Problem.parse(two_stages())
-    assert (job.kind, job.options.time_limit_s, job.shape_hash) == (JobKind.COMPARE, 1, "")
 
 
 @pytest.mark.parametrize(
