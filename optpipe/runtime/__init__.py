@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.measuring import measure
     from optpipe.runtime.runner import Evaluation, PipelineRunner, StepRecord
     from optpipe.runtime.timing import ActionTimer
-    from optpipe.runtime.treatments import groups, modes
+    from optpipe.runtime.treatments import groups
 
 __all__ = [
     "ActionTimer",
@@ -37,7 +37,6 @@ __all__ = [
     "follow",
     "groups",
     "measure",
-    "modes",
     "require_torch",
 ]
 
@@ -91,7 +90,6 @@ _HOMES = {
     "follow": "follower",
     "groups": "treatments",
     "measure": "measuring",
-    "modes": "treatments",
 }
 """The submodule of each name."""
 

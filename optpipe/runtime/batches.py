@@ -75,8 +75,12 @@ class Microbatches:
 
     def inputs(self, microbatch: int) -> tuple[Any, ...]:
         """Return what decides the sizes that cross stages: of tensors theirs, and numbers."""
+
+        def given_of(value: Any) -> Any:
+            return value if isinstance(value, bool | int | float | str) else _shape_of(value)
+
         parts = (self.args, self.kwargs)
-        return tuple(tree_map(_given_of, part[microbatch]) if part else () for part in parts)
+        return tuple(tree_map(given_of, part[microbatch]) if part else () for part in parts)
 
     def check_equal(self) -> None:
         """Refuse micro-batches of different shapes."""
@@ -95,7 +99,9 @@ class Microbatches:
         """Return a batch of the same shapes on no device."""
 
         def bare(value: Any) -> Any:
-            return value.new_empty(value.shape, device="meta") if _is_tensor(value) else value
+            if not isinstance(value, Tensor):
+                return value
+            return value.new_empty(value.shape, device="meta")
 
         return Microbatches(
             args=tree_map(bare, self.args),
@@ -105,7 +111,7 @@ class Microbatches:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GivenBatch:
     """The inputs and targets that the caller of a step passed on this rank, uncut."""
 
@@ -214,14 +220,14 @@ class GivenBatch:
 def given_batch(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    *,
     target: Any,
-    arg_mbs: Sequence[Any] | None,
-    kwarg_mbs: Sequence[Mapping[str, Any]] | None,
-    target_mbs: Sequence[Any] | None,
+    by_microbatch: tuple[Sequence[Any] | None, Sequence[Mapping[str, Any]] | None, Any],
     loss_kwargs: Mapping[str, Any] | None,
 ) -> GivenBatch:
-    """Return what the caller of a step gave; two positional values are a batch and its target."""
+    """Return what the caller of a step gave; two positional values are a batch and its target.
+
+    ``by_microbatch`` are ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``.
+    """
     if target is NOT_SAID:
         if len(args) > 2:
             raise TypeError(
@@ -232,15 +238,7 @@ def given_batch(
     if len(args) == 1:
         (only,) = args
         args = tuple(only) if isinstance(only, tuple | list) else () if only is None else args
-    return GivenBatch(
-        args=args,
-        kwargs=kwargs,
-        target=target,
-        arg_mbs=arg_mbs,
-        kwarg_mbs=kwarg_mbs,
-        target_mbs=target_mbs,
-        loss_kwargs=loss_kwargs or {},
-    )
+    return GivenBatch(args, kwargs, target, *by_microbatch, loss_kwargs or {})
 
 
 def _missing(what: str, stage: str) -> str:
@@ -363,16 +361,8 @@ def _tuple_of(values: Any) -> Any:
     return tuple(values) if isinstance(values, list) else values
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _shape_of(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _given_of(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else _shape_of(value)
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -108,28 +108,10 @@ class Executor:
     forwards only), so that gradients add up over steps. Sends end where they are known to be over
     (`optpipe.runtime.messages`), so the memory in flight depends on the programs alone.
 
-    Parameters
-    ----------
-    stages
-        The stages of this rank.
-    programs, placement
-        The actions of all ranks; the rank of each stage.
-    rank, device, group
-        Of this process; the group carries the messages.
-    loss_fn
-        From (output of the last stage, target) to a scalar; None: the last stage returns the loss.
-    loss_divisor
-        Each micro-batch's loss is divided by it; 0 = forwards only.
-    passes
-        What happens around each pass.
-    bytes_of
-        The bytes of a message.
-    gradients_done
-        Called with a stage's index when its gradients of a step are complete.
-    overlap
-        Runs the two passes of a pair; without it they run one after the other.
-    pool
-        Memory of messages that an earlier schedule leaves.
+    ``loss_fn`` maps (output of the last stage, target) to a scalar; None: the last stage returns
+    the loss. ``overlap`` runs the two passes of a pair; without it they run one after the other.
+    ``gradients_done`` is called with a stage's index when its gradients of a step are complete.
+    ``group`` carries the messages, ``pool`` is the memory of those of an earlier schedule.
 
     Attributes
     ----------
@@ -202,28 +184,19 @@ class Executor:
                     is_last=makes_gradients(one) and not left[one.stage],
                 )
             elif isinstance(one, MessageSend | Receive):
-                known[one] = self._message_of(one, before)
+                message, sends = one.message, isinstance(one, MessageSend)
+                index, other = message.stage, message.reader
+                if not sends:
+                    index, other = other, index
+                stage = self._stages[index]
+                known[one] = _Message(
+                    message,
+                    stage,
+                    stage.crossing(message.microbatch, backward=message.backward, out=sends),
+                    self._placement[other],
+                    before.get(one, ()) if sends else (),
+                )
         return known
-
-    def _message_of(
-        self,
-        one: MessageSend | Receive,
-        before: Mapping[Action | MessageSend | Receive, tuple[Pass, ...]],
-    ) -> _Message:
-        message, sends = one.message, isinstance(one, MessageSend)
-        stage, other = message.stage, message.reader
-        if not sends:
-            stage, other = other, stage
-        blanks = self._stages[stage].crossing(
-            message.microbatch, backward=message.backward, out=sends
-        )
-        return _Message(
-            message,
-            self._stages[stage],
-            blanks,
-            self._placement[other],
-            before.get(one, ()) if sends else (),
-        )
 
     def run(
         self,
@@ -254,7 +227,16 @@ class Executor:
                 else:
                     self._execute(instruction)
         except Exception as error:
-            error.add_note(self._place())
+            first = max(0, step.position - _NEIGHBOURS)
+            following = step.position + _NEIGHBOURS + 1
+            shown = [
+                f"[{one}]" if index == step.position else str(one)
+                for index, one in enumerate(self._instructions[first:following], start=first)
+            ]
+            error.add_note(
+                f"in instruction {step.position} of {len(self._instructions)} of this rank's "
+                f"program, marked by brackets: {', '.join(shown)}"
+            )
             raise
         self.let_go(tuple(step.sends))
         for stage in self._stages.values():
@@ -270,8 +252,8 @@ class Executor:
                 self._send(cast("_Message", self._known[instruction]))
             case Receive():
                 self._receive(cast("_Message", self._known[instruction]))
-            case OverlappedPair(forward, backward):
-                self._run_pair(forward, backward)
+            case OverlappedPair():
+                self._run_pair(instruction)
             case Unshard(stage):
                 parts = fsdp_parts(self._stages[stage].module)
                 self._step.gathering[stage] = [part.unshard(async_op=True) for part in parts]
@@ -287,7 +269,8 @@ class Executor:
 
     def _compute(self, action: Action) -> None:
         known = cast("_Pass", self._known[action])
-        self._wait_for_weights(action.stage)
+        for handle in self._step.gathering.pop(action.stage, ()):
+            handle.wait()
         match action.type:
             case ActionType.FORWARD:
                 self._forward(known)
@@ -331,7 +314,10 @@ class Executor:
         loss: Tensor | None = None
         gradients: Sequence[Any] = ()
         if stage.is_last:
-            loss = self._loss_to_start_from(microbatch)
+            loss = self._step.losses[microbatch]
+            # The value stays until the end of the step. Its graph must not.
+            self._step.losses[microbatch] = loss.detach()
+            loss = loss / self._loss_divisor if self._loss_divisor > 1 else loss
             self.let_go(known.over_before)
         else:
             gradients = self._inputs_of(known)
@@ -347,10 +333,10 @@ class Executor:
                 for tensor, blank in zip(stage.hand_back(microbatch), blanks, strict=True)
             ]
 
-    def _run_pair(self, forward: Action, backward: Action) -> None:
+    def _run_pair(self, both: OverlappedPair) -> None:
         pair = [
             PairedPass(one, self._stages[one.stage].module, partial(self._compute, one))
-            for one in (forward, backward)
+            for one in both
         ]
         cast("Overlap", self._overlap)(*pair)
         for one in pair:
@@ -376,16 +362,6 @@ class Executor:
             )
         self._passes.end()
 
-    def _loss_to_start_from(self, microbatch: int) -> Tensor:
-        loss = self._step.losses[microbatch]
-        # The value stays until the end of the step. Its graph must not.
-        self._step.losses[microbatch] = loss.detach()
-        return loss / self._loss_divisor if self._loss_divisor > 1 else loss
-
-    def _wait_for_weights(self, stage: int) -> None:
-        for handle in self._step.gathering.pop(stage, ()):
-            handle.wait()
-
     # --- Messages.
 
     def _inputs_of(self, known: _Pass) -> Sequence[Any]:
@@ -409,10 +385,7 @@ class Executor:
         message = known.message
         self.let_go(known.over_before)
         places = self.slots.take(message, known.blanks)
-        if message.backward:
-            known.stage.put_gradients_into(places, message.microbatch)
-        else:
-            known.stage.put_output_into(places, message.microbatch)
+        known.stage.put_into(places, message.microbatch, backward=message.backward)
         self._step.sends[message] = [
             cast("Work", dist.isend(place, group=self._group, group_dst=known.peer))
             for place in places
@@ -434,25 +407,6 @@ class Executor:
             for work in self._step.sends.pop(message):
                 work.wait()
             self.slots.give_back(message)
-
-    def drop_slots(self) -> None:
-        """Free the memory of messages until the next step; all have been sent."""
-        self.slots.drop()
-
-    def _place(self) -> str:
-        """Return the neighbourhood of the running instruction, with that instruction marked."""
-        position = self._step.position
-        first = max(0, position - _NEIGHBOURS)
-        shown = [
-            f"[{one}]" if index == position else str(one)
-            for index, one in enumerate(
-                self._instructions[first : position + _NEIGHBOURS + 1], start=first
-            )
-        ]
-        return (
-            f"in instruction {position} of {len(self._instructions)} of this rank's program, "
-            f"marked by brackets: {', '.join(shown)}"
-        )
 
 
 def _without_graph(value: Any) -> Any:

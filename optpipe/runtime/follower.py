@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from optpipe.measurements import Measurements
     from optpipe.problem import Problem
@@ -88,8 +87,6 @@ class Follower:
         The period, in steps, of the steps whose actions are timed (see `ActionTimer`).
     report_every
         The period, in steps since the last switch, of the reports of measured times.
-    agree_every
-        The period, in steps, at which the ranks check for a better schedule.
     replan
         A function from the problem of a batch to its schedule, such as `optpipe_solver.replan`, to
         use instead of a source. Rank 0 calls it before each step whose problem differs from the
@@ -120,15 +117,9 @@ class Follower:
         *,
         sample_every: int = DEFAULT_EVERY,
         report_every: int = 200,
-        agree_every: int = 1,
         replan: Callable[[Problem], Schedule] | None = None,
     ) -> None:
-        periods = {
-            "sample_every": sample_every,
-            "report_every": report_every,
-            "agree_every": agree_every,
-        }
-        for name, value in periods.items():
+        for name, value in (("sample_every", sample_every), ("report_every", report_every)):
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1; 1 means every step")
         if source is not None and replan is not None:
@@ -141,8 +132,9 @@ class Follower:
         self.refusals: list[Refusal] = []
         self._sample_every = sample_every
         self._report_every = report_every
-        self._agree_every = agree_every
-        self._group = _host_group(runner.group)
+        # Its tensors are on the host.
+        is_gloo = backends(runner.group).get("cpu") == dist.Backend.GLOO
+        self._group = runner.group if is_gloo else group_alike(runner.group, dist.Backend.GLOO)
         self._is_first = dist.get_rank(runner.group) == 0
         self._num_steps = 0
         self._num_timed = 0
@@ -189,7 +181,7 @@ class Follower:
                 "problem= was given without replan=: it is the problem of a batch that replan= "
                 "plans; pass replan= to follow, too"
             )
-        elif self._num_steps % self._agree_every == 0:
+        else:
             self._switch()
         losses = self.runner.step(*args, **kwargs)
         self._num_steps += 1
@@ -274,13 +266,6 @@ class Follower:
 
 
 follow = Follower
-
-
-def _host_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return a group of the same ranks that carries tensors of the host."""
-    if backends(group).get("cpu") == dist.Backend.GLOO:
-        return group
-    return group_alike(group, dist.Backend.GLOO)
 
 
 # --- The connection of rank 0 to the source: one thread requests schedules and sends reports.

@@ -108,16 +108,8 @@ def lower(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instructions of each rank: its program with sends and receives.
 
-    Parameters
-    ----------
-    programs
-        The actions of each rank, legal by `optpipe.check.check`.
-    placement
-        The rank of each stage.
-    trains
-        Whether all actions run; otherwise only the forwards run, without pairs.
-    in_pairs
-        Whether the two passes of a pair are one instruction.
+    The programs are legal by `optpipe.check.check`. Without ``trains`` only the forwards run,
+    without pairs. With ``in_pairs`` the two passes of a pair are one instruction.
 
     Raises
     ------

@@ -1,13 +1,11 @@
-"""Messages between ranks: their order, their memory, and a check that all of them can pass.
+"""Messages between ranks: their order and their memory.
 
 `optpipe.runtime.lowering` places each send right after the pass that makes its tensor, and the
-receive on the other rank. Neither blocks: the pass that needs a tensor waits for its receive. Three
-facts follow from these orders alone, before the first step:
+receive on the other rank. Neither blocks: the pass that needs a tensor waits for its receive.
 
 * Two ranks share one queue for both directions (over NCCL since torch 2.12). So both must post the
-  same messages in the same order. Two swapped receives would silently mix up two micro-batches.
-* The orders show whether every rank can finish. A message passes once both ranks have posted it and
-  all earlier messages of that queue have passed.
+  same messages in the same order. Two swapped receives would silently mix up two micro-batches. The
+  lowering places both ends of a message at the same time.
 * The orders show when a sent tensor can be freed. A rank that has waited for a message knows what
   its sender had done before the send, and what that sender knew. If this includes that the receiver
   has used the tensor, the send is over, and waiting for it costs nothing.
@@ -23,15 +21,13 @@ So the messages in flight depend on the programs alone, and not on any duration.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from optpipe.errors import PreflightError
-from optpipe.runtime.torch_names import alias_no_view, dtensor_of, slices_of_mesh
+from optpipe.runtime.torch_names import alias_no_view, slices_of_mesh
 from optpipe.schedule import Action, Pass, input_of, pass_of
 
 if TYPE_CHECKING:
@@ -51,7 +47,6 @@ __all__ = [
     "Receive",
     "Step",
     "boundary_levels",
-    "check_orders",
     "layout_of",
     "max_boundary_bytes",
     "sends_over_before",
@@ -105,68 +100,6 @@ def window_of(num_stages: int, *, trains: bool) -> int:
 def _describe_message(message: Pass) -> str:
     tensor = "gradient" if message.backward else "output"
     return f"the {tensor} of stage {message.stage}, micro-batch {message.microbatch}"
-
-
-def check_orders(orders: Sequence[Order], placement: Sequence[int], window: int) -> None:
-    """Refuse orders that would mix up tensors or deadlock."""
-    queues: dict[tuple[int, int], list[Pass]] = defaultdict(list)
-    for rank, order in enumerate(orders):
-        for step in order:
-            if not isinstance(step, Action):
-                queues[rank, _peer_of(step, placement)].append(step.message)
-    for left, right in sorted({(min(pair), max(pair)) for pair in queues}):
-        posted = zip_longest(queues[left, right], queues[right, left])
-        for index, (ours, theirs) in enumerate(posted):
-            if ours != theirs:
-                raise PreflightError(
-                    f"message {index} between ranks {left} and {right} is "
-                    f"{_describe_message(ours) if ours else 'none'} for rank {left}, but "
-                    f"{_describe_message(theirs) if theirs else 'none'} for rank {right}: both "
-                    "must post the same messages in the same order, or tensors are mixed up; let "
-                    "the runtime place sends and receives"
-                )
-    waiting = _find_deadlock(orders, placement, window)
-    if waiting:
-        raise PreflightError(
-            f"the sends and receives cannot all pass: {'; '.join(waiting)}; this is no fault of "
-            "the schedule, report it with the schedule"
-        )
-
-
-def _peer_of(step: MessageSend | Receive, placement: Sequence[int]) -> int:
-    """Return the rank to which this one sends, or from which it receives."""
-    message = step.message
-    return placement[message.reader if isinstance(step, MessageSend) else message.stage]
-
-
-def _find_deadlock(orders: Sequence[Order], placement: Sequence[int], window: int) -> list[str]:
-    """Return each rank that cannot finish, with the step at which it waits.
-
-    Both ranks of a queue post the same messages in the same order.
-    """
-    over_before = sends_over_before(orders, placement, window)
-    num_posted: Counter[tuple[int, int]] = Counter()
-    passed: set[Pass] = set()
-
-    def can_run(rank: int, step: Step) -> bool:
-        if not isinstance(step, Action):
-            return passed.issuperset(over_before[rank].get(step, ()))
-        needed = input_of(step, len(placement))
-        return needed is None or placement[needed.stage] == rank or needed in passed
-
-    num_run: Counter[int] = Counter()
-    for rank, step in _run_orders(orders, can_run):
-        num_run[rank] += 1
-        if not isinstance(step, Action):
-            peer = _peer_of(step, placement)
-            num_posted[rank, peer] += 1
-            if num_posted[rank, peer] <= num_posted[peer, rank]:
-                passed.add(step.message)
-    return [
-        f"rank {rank} waits at {order[num_run[rank]]}"
-        for rank, order in enumerate(orders)
-        if num_run[rank] < len(order)
-    ]
 
 
 def _run_orders(
@@ -458,7 +391,9 @@ class Layout(NamedTuple):
 
     def to_dtensor(self, shard: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return the DTensor of which this rank has received its shard."""
-        return dtensor_of(shard, mesh, self.placements, self.size, self.stride)
+        return DTensor.from_local(
+            shard, mesh, self.placements, run_check=False, shape=self.size, stride=self.stride
+        )
 
 
 def _place_in(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -36,7 +36,6 @@ from optpipe.errors import OffloadError
 from optpipe.runtime.torch_names import (
     copy_all,
     detached,
-    dtensor_of,
     parts_with_memory,
     storage_identity,
     tensors_of,
@@ -111,19 +110,11 @@ class _OffloadedCell:
 class Offloader:
     """Moves the activations of the cells that a program offloads.
 
-    Parameters
-    ----------
-    modules
-        The stages of this rank; their parameters and buffers stay on the device.
-    cells
-        The (stage, micro-batch) pairs that the program offloads, each with the groups that move;
-        `EVERYTHING` for all if no groups are given.
-    min_bytes
-        Smaller storages stay on the device.
-    num_slots
-        Stage -> maximum number of its cells on the host at one time, allocated together.
-    pool
-        The host memory to use instead of a new pool.
+    Parameters and buffers of ``modules`` and storages below ``min_bytes`` stay on the device.
+    ``cells`` are the (stage, micro-batch) pairs that the program offloads, each with the groups
+    that move; `EVERYTHING` for all if no groups are given. ``num_slots`` is the maximum number of
+    cells of a stage on the host at one time, allocated together. ``pool`` is host memory to use
+    instead of a new pool.
     """
 
     def __init__(
@@ -460,10 +451,11 @@ class SavedActivations:
         if type(packed) is not _View:
             return detached(tensor)
         whole = partial(
-            dtensor_of,
-            mesh=tensor.device_mesh,
+            DTensor.from_local,
+            device_mesh=tensor.device_mesh,
             placements=tensor.placements,
-            size=tensor.size(),
+            run_check=False,
+            shape=tensor.size(),
             stride=tensor.stride(),
         )
         return _Shard(packed, whole)

@@ -28,7 +28,6 @@ from optpipe.runtime.torch_names import (
     has_gradient_hooks,
     is_grouped_product,
     is_transformed,
-    makes_gradient,
     note_accumulator_hooks,
     parts_with_memory,
     running_accumulators,
@@ -101,24 +100,10 @@ def save_random_state(device: torch.device) -> Callable[[], AbstractContextManag
 class Passes:
     """Captures, splits and recomputes the passes of a rank, and runs its other actions.
 
-    Parameters
-    ----------
-    offloader
-        The offloader of this rank's stages.
-    treatments
-        The treatments of the (stage, micro-batch) pairs that are not simply kept. The F of a pair
-        recomputed apart keeps its inputs, and the earlier values of the buffers that it changes.
-    last_stage
-        Index of the stage whose F the loss follows.
-    device
-        A recomputation restores the random state of this device and of the CPU.
-    activity
-        Receives every action.
-
-    Attributes
-    ----------
-    running
-        The last action that this thread began: each pass of a pair may have its own thread.
+    ``treatments`` are those of the (stage, micro-batch) pairs that are not simply kept. The F of a
+    pair recomputed apart keeps its inputs, and the earlier values of the buffers that it changes. A
+    recomputation restores the random state of ``device`` and of the CPU. The loss follows the F of
+    ``last_stage``. ``activity`` receives every action.
     """
 
     def __init__(
@@ -132,10 +117,11 @@ class Passes:
         activity: Activity,
     ) -> None:
         self._running = threading.local()
+        """Its ``action`` is the last one of a thread: the passes of a pair may have their own."""
         self.observers: list[ActionObserver] = []
         self._activity = activity
         self._offloader = offloader
-        self._gradients = gradients
+        self.gradients = gradients
         self._treatments = treatments
         self._checks = OutputChecks()
         self._groups = {
@@ -148,11 +134,6 @@ class Passes:
         self._buffers = {
             index: ChangingBuffers(module) for index, module in offloader.modules.items()
         }
-
-    @property
-    def running(self) -> Action | None:
-        """Return the last action that this thread began."""
-        return getattr(self._running, "action", None)
 
     def forward(
         self, stage: int, microbatch: int, inputs: Sequence[Tensor], given: Sequence[Tensor] = ()
@@ -248,22 +229,7 @@ class Passes:
         self._begin(Action(stage, kind, microbatch))
         if self._captures(stage, microbatch):
             self._offloader.before_backward((stage, microbatch))
-        return self._gradients.collect() if split else _PLAIN
-
-    def run_backward(
-        self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None
-    ) -> None:
-        """Run the backward of the current I or B from the stage's outputs."""
-        self._gradients.run_backward(roots, gradients)
-
-    @property
-    def delays_gradients(self) -> bool:
-        """Whether some module delays its weight gradients in every backward."""
-        return bool(self._gradients.delaying)
-
-    def weight_runner(self) -> Callable[[], None]:
-        """Return the function that computes the gradients deferred by the backward just run."""
-        return self._gradients.take()
+        return self.gradients.collect() if split else _PLAIN
 
     @contextmanager
     def weight(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -298,7 +264,7 @@ class Passes:
     def reset(self) -> None:
         """Drop the state of an interrupted step."""
         self._offloader.reset()
-        self._gradients.reset()
+        self.gradients.reset()
         self._random_states.clear()
         self._checks.reset()
         for buffers in self._buffers.values():
@@ -316,9 +282,8 @@ class Passes:
         """End the current action; call it after its inputs were dropped."""
         # With an autocast around the whole step, the cache would keep copies that no plan counts.
         torch.clear_autocast_cache()
-        if self.running is not None:
-            for observer in self.observers:
-                observer.end(self.running)
+        for observer in self.observers:
+            observer.end(self._running.action)
         self._activity.end()
 
 
@@ -1041,7 +1006,7 @@ def _compiled_gradients(
     known = running_accumulators()
     accumulators = [known[parameter] for parameter in parameters]
     if not all(map(adds_to_grad, accumulators)):
-        if any(map(makes_gradient, accumulators)):
+        if any(adds_to_grad(one, or_returns=True) for one in accumulators):
             raise cannot_return_gradients(
                 "a linear layer in a compiled block", "do not compile this block"
             )

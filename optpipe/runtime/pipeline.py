@@ -14,7 +14,7 @@ from optpipe.errors import PreflightError
 from optpipe.runtime import preflight
 from optpipe.runtime.batches import tensors_in
 from optpipe.runtime.executor import Executor
-from optpipe.runtime.messages import boundary_levels, check_orders, sends_over_before, window_of
+from optpipe.runtime.messages import boundary_levels, sends_over_before, window_of
 from optpipe.runtime.passes import check_delaying, deferred_bytes
 from optpipe.runtime.preflight import (
     Shapes,
@@ -122,8 +122,6 @@ def check_spec(spec: PipelineSpec, found: Sequence[str] = ()) -> None:
     schedule, problem = spec.schedule, spec.problem
     num_ranks = dist.get_world_size(spec.group)
     if not faults:
-        attempt(lambda: preflight.check_cells(schedule), faults)
-    if not faults:
         attempt(lambda: preflight.check_ranks(schedule, num_ranks), faults)
     if not faults:
         stages = spec.stages
@@ -168,7 +166,11 @@ def start_pipeline(
             continue
         if spec.shapes is not None:
             said = spec.shapes(_bucket_of(spec, bucket, first))
-            known[key] = [_freed(one, trains=trains) for one in said]
+            # None gets a gradient where nothing is trained.
+            known[key] = [
+                tuple(one._replace(requires_grad=one.requires_grad and trains) for one in row)
+                for row in said
+            ]
         else:
             known[key] = probe_pipeline(
                 spec.stages,
@@ -193,11 +195,16 @@ def start_pipeline(
     runtime = attempt(lambda: _build(spec, hooks, shapes, pool, trains=trains), faults)
     orders = runtime.orders if runtime is not None else ()
     window = window_of(len(placement), trains=trains)
-    attempt(lambda: check_orders(orders, placement, window), faults)
     text = "\n".join(",".join(map(str, order)) for order in orders)
     digest = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
     agree({"the order of messages": digest}, faults, group)
-    boundary = _boundary(spec, runtime, shapes, window)
+    boundary = boundary_levels(
+        orders[spec.rank],
+        sends_over_before(orders, placement, window)[spec.rank],
+        len(placement),
+        shapes.bytes_of,
+        runtime.slots.num_bytes,
+    )
     # An evaluation holds no activations, so no plan either.
     problem = spec.problem if trains else None
     needs = attempt(
@@ -333,20 +340,4 @@ def _build(
         gradients_done=spec.gradients_done if trains else None,
         overlap=spec.overlap,
         pool=pool,
-    )
-
-
-def _freed(shapes: Shapes, *, trains: bool) -> Shapes:
-    """Return shapes of which none gets a gradient where nothing is trained."""
-    return tuple(one._replace(requires_grad=one.requires_grad and trains) for one in shapes)
-
-
-def _boundary(
-    spec: PipelineSpec, runtime: Executor, shapes: Crossing, window: int
-) -> dict[Action, BoundaryLevel]:
-    """Return the bytes of boundary tensors on this rank with each action."""
-    rank, placement = spec.rank, spec.schedule.placement
-    over_before = sends_over_before(runtime.orders, placement, window)[rank]
-    return boundary_levels(
-        runtime.orders[rank], over_before, len(placement), shapes.bytes_of, runtime.slots.num_bytes
     )

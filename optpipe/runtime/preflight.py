@@ -26,7 +26,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.check import check, check_schedule
-from optpipe.errors import ActionSyntaxError, OptPipeError, PreflightError, ScheduleFormatError
+from optpipe.errors import OptPipeError, PreflightError, ScheduleFormatError
 from optpipe.memory import host_walk, memory_walk, modes_of
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.messages import BoundaryLevel, Layout, layout_of, shard_of
@@ -41,7 +41,7 @@ from optpipe.runtime.torch_names import (
     tree_leaves,
     tree_map,
 )
-from optpipe.schedule import Action, ActionType, parse_action
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe.memory import CellModes
-    from optpipe.schedule import Program, Schedule
+    from optpipe.schedule import Action, Program, Schedule
 
 __all__ = [
     "Needs",
@@ -62,7 +62,6 @@ __all__ = [
     "as_tensors",
     "attempt",
     "called",
-    "check_cells",
     "check_devices",
     "check_needs",
     "check_programs",
@@ -91,34 +90,25 @@ _log = logging.getLogger("optpipe.runtime.preflight")
 _OFFLOADED_OR_MADE_AGAIN = (ActionType.OFFLOAD, ActionType.RECOMPUTE)
 
 
-def check_cells(schedule: Schedule) -> None:
-    """Refuse cells that are no actions: a schedule made or changed by hand may hold anything."""
-    for device, program in enumerate(schedule.programs):
-        for index, cell in enumerate(program):
-            if not _reads_back(cell):
-                raise PreflightError(
-                    f"cell {index} of program {device} is {cell!r}, which is no action; "
-                    "read the schedule with Schedule.model_validate or load_schedule"
-                )
-
-
-def _reads_back(cell: object) -> bool:
-    if not isinstance(cell, Action):
-        return False
-    try:
-        return parse_action(str(cell)) == cell._replace(paired=False)
-    except (ActionSyntaxError, AttributeError):
-        return False
-
-
 def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     """Refuse an illegal schedule; without a problem, all but its memory is checked."""
     if problem is not None:
         check_schedule(problem, schedule)
         if problem.has_samples:
-            _expect_kept_slices(schedule)
+            for action in chain.from_iterable(schedule.programs):
+                if action.mode or action.type in _OFFLOADED_OR_MADE_AGAIN:
+                    raise PreflightError(
+                        f"{action} offloads or recomputes a slice, whose keys and values later "
+                        "slices read; this runtime only keeps slices: solve the problem without "
+                        "other modes"
+                    )
     else:
-        _expect_no_modes(schedule)
+        for action in chain.from_iterable(schedule.programs):
+            if action.mode:
+                raise PreflightError(
+                    f"{action} names a mode, and without its problem nothing says what that is; "
+                    "pass problem=, for which the schedule was made"
+                )
         # The two of a pair run one after the other here, whether they may run together or not.
         rows = schedule.programs
         alone = (tuple(action._replace(paired=False) for action in row) for row in rows)
@@ -129,25 +119,6 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
                 f"device {device} has no stage and an empty program, but each rank of a pipeline "
                 "runs a stage; start the group without that rank"
             )
-
-
-def _expect_kept_slices(schedule: Schedule) -> None:
-    actions = chain.from_iterable(schedule.programs)
-    other = (a for a in actions if a.mode or a.type in _OFFLOADED_OR_MADE_AGAIN)
-    if (first := next(other, None)) is not None:
-        raise PreflightError(
-            f"{first} offloads or recomputes a slice, whose keys and values later slices read; "
-            "this runtime only keeps slices: solve the problem without other modes"
-        )
-
-
-def _expect_no_modes(schedule: Schedule) -> None:
-    named = (action for program in schedule.programs for action in program if action.mode)
-    if (first := next(named, None)) is not None:
-        raise PreflightError(
-            f"{first} names a mode, and without its problem nothing says what that is; pass "
-            "problem=, for which the schedule was made"
-        )
 
 
 def _boundless_problem(schedule: Schedule) -> Problem:
@@ -310,13 +281,6 @@ def num_microbatches_of(schedule: Schedule) -> int:
 # There is no such round after the first step: `optpipe.runtime.watch` then finds failures.
 
 
-class _Finding(NamedTuple):
-    """The report of one rank: values that must be equal on all ranks, and its own faults."""
-
-    shared: dict[str, str]
-    faults: list[str]
-
-
 def attempt(check: Callable[[], Any], faults: list[str]) -> Any:
     """Return what a check returns; if it refuses, note why and return None."""
     try:
@@ -330,8 +294,14 @@ def attempt(check: Callable[[], Any], faults: list[str]) -> Any:
 
 def agree(shared: dict[str, str], faults: Sequence[str], group: ProcessGroup | None) -> None:
     """Go on only if no rank found a fault and all found the same values."""
-    findings: list[Any] = gather(_Finding(shared, list(faults)), group)
-    lines = _individual(findings) or _differences(findings)
+    findings: list[Any] = gather((shared, list(faults)), group)
+    found = _grouped((fault, rank) for rank, (_, own) in enumerate(findings) for fault in own)
+    lines = [f"  {_ranks(ranks)}: {fault}" for fault, ranks in found.items()]
+    for name in shared if not lines else ():
+        values = _grouped((one[name], rank) for rank, (one, _) in enumerate(findings))
+        if len(values) > 1:
+            text = "; ".join(f"{_ranks(ranks)} {value}" for value, ranks in values.items())
+            lines.append(f"  {name} must be the same on all ranks, found {text}")
     if lines:
         raise PreflightError("the pipeline cannot start:\n" + "\n".join(lines))
 
@@ -341,22 +311,6 @@ def gather(value: Any, group: ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _individual(findings: Sequence[_Finding]) -> list[str]:
-    """Return the faults, each once, with the ranks that found it."""
-    pairs = ((fault, rank) for rank, found in enumerate(findings) for fault in found.faults)
-    return [f"  {_ranks(ranks)}: {fault}" for fault, ranks in _grouped(pairs).items()]
-
-
-def _differences(findings: Sequence[_Finding]) -> list[str]:
-    lines = []
-    for name in findings[0].shared:
-        ranks_of = _grouped((found.shared[name], rank) for rank, found in enumerate(findings))
-        if len(ranks_of) > 1:
-            found = "; ".join(f"{_ranks(ranks)} {value}" for value, ranks in ranks_of.items())
-            lines.append(f"  {name} must be the same on all ranks, found {found}")
-    return lines
 
 
 def _grouped(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
@@ -540,15 +494,11 @@ class TensorShape(NamedTuple):
     layout: Layout | None = None
     is_used: bool = True
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Return a tensor of this shape for metadata."""
-        return torch.empty(
-            self.size, dtype=self.dtype, device=device, requires_grad=self.requires_grad
-        )
-
     def zeros(self, device: torch.device) -> Tensor:
         """Return zeros of this shape."""
-        return torch.zeros_like(self.empty(device), requires_grad=self.requires_grad)
+        return torch.zeros(
+            self.size, dtype=self.dtype, device=device, requires_grad=self.requires_grad
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -206,7 +206,16 @@ class PipelineRunner:
             lambda: dict(_modules_of(stages, schedule.placement, found_on, group)), faults
         )
         if not faults and not ties:
-            ties = _ties_in(stages)
+            # The parameters of which several stages of a `Pipe` have a copy each.
+            copies: list[dict[str, str]] = getattr(stages, "replicated_params", [])
+            ties = [
+                Tie(
+                    tuple(
+                        sorted((int(stage.rpartition("_")[2]), name) for stage, name in one.items())
+                    )
+                )
+                for one in copies
+            ]
         self._spec = PipelineSpec(
             stages=modules or {},
             schedule=schedule,
@@ -286,7 +295,8 @@ class PipelineRunner:
     @property
     def deferred_bytes(self) -> dict[int, int]:
         """Bytes of weight gradient that wait for W, by stage of this rank that is split."""
-        split = {stage for stage, _ in _cells(self._spec.program, ActionType.BACKWARD_WEIGHT)}
+        kind = ActionType.BACKWARD_WEIGHT
+        split = {action.stage for action in self._spec.program if action.type is kind}
         return {index: deferred_bytes(self._spec.stages[index]) for index in sorted(split)}
 
     @property
@@ -435,15 +445,8 @@ class PipelineRunner:
         RankError
             If another rank failed; the message holds its cause.
         """
-        given = given_batch(
-            args,
-            kwargs,
-            target=target,
-            arg_mbs=arg_mbs,
-            kwarg_mbs=kwarg_mbs,
-            target_mbs=target_mbs,
-            loss_kwargs=loss_kwargs,
-        )
+        by_microbatch = (arg_mbs, kwarg_mbs, target_mbs)
+        given = given_batch(args, kwargs, target, by_microbatch, loss_kwargs)
         found, outputs = self._run_batch(given, bucket, trains=True, keeps_outputs=return_outputs)
         self._num_steps += 1
         if not self.holds_last:
@@ -479,15 +482,8 @@ class PipelineRunner:
         PreflightError, RankError
             As `step`.
         """
-        given = given_batch(
-            args,
-            kwargs,
-            target=target,
-            arg_mbs=arg_mbs,
-            kwarg_mbs=kwarg_mbs,
-            target_mbs=target_mbs,
-            loss_kwargs=loss_kwargs,
-        )
+        by_microbatch = (arg_mbs, kwarg_mbs, target_mbs)
+        given = given_batch(args, kwargs, target, by_microbatch, loss_kwargs)
         with torch.no_grad():
             found, outputs = self._run_batch(given, bucket, trains=False, keeps_outputs=True)
         if losses is not None and self.holds_last:
@@ -559,12 +555,30 @@ class PipelineRunner:
             self._pipelines[trains, bucket] = pipeline
         for other in self._pipelines.values():
             if other is not pipeline:
-                other.runtime.drop_slots()
+                other.runtime.slots.drop()
         if self._pool is not None and not trains:
             self._pool.drop()
         if trains:
             self._training = pipeline
-        return self._run(pipeline, passes, given, keeps_outputs=keeps_outputs)
+        what = f"step {self._num_steps}" if trains else "evaluation"
+        began, offloaded_bytes = time.perf_counter(), self.offloaded_bytes
+        try:
+            with self._watch.over(what):
+                cut = self._cut(given, pipeline.num_samples, trains=trains)
+                pipeline.expect(cut)
+                if trains:
+                    self._tied.begin()
+                found = pipeline.runtime.run(cut, self._kwargs_of(cut), keeps_outputs=keeps_outputs)
+                if trains:
+                    passes.check_recomputed(self._spec.rank)
+                    self._tied.add_up()
+        except BaseException:
+            # After Ctrl-C a user may begin another step.
+            passes.reset()
+            raise
+        if trains:
+            self.last_step = self._recorded(1e3 * (time.perf_counter() - began), offloaded_bytes)
+        return found
 
     def _start(self, given: GivenBatch, bucket: Hashable, *, trains: bool) -> Pipeline:
         """Build the pipeline of a bucket, once all ranks find that it can run."""
@@ -619,30 +633,6 @@ class PipelineRunner:
             else [{key: one[key] for key in one if key in taken} for one in cut.kwargs]
             for index, taken in self._keywords.items()
         }
-
-    def _run(
-        self, pipeline: Pipeline, passes: Passes, given: GivenBatch, *, keeps_outputs: bool
-    ) -> tuple[list[Tensor], list[Any]]:
-        trains = passes is self._passes
-        what = f"step {self._num_steps}" if trains else "evaluation"
-        began, offloaded_bytes = time.perf_counter(), self.offloaded_bytes
-        try:
-            with self._watch.over(what):
-                cut = self._cut(given, pipeline.num_samples, trains=trains)
-                pipeline.expect(cut)
-                if trains:
-                    self._tied.begin()
-                found = pipeline.runtime.run(cut, self._kwargs_of(cut), keeps_outputs=keeps_outputs)
-                if trains:
-                    passes.check_recomputed(self._spec.rank)
-                    self._tied.add_up()
-        except BaseException:
-            # After Ctrl-C a user may begin another step.
-            passes.reset()
-            raise
-        if trains:
-            self.last_step = self._recorded(1e3 * (time.perf_counter() - began), offloaded_bytes)
-        return found
 
     def _recorded(self, ms: float, offloaded_before: int) -> StepRecord:
         """Return the record of the step that has just ended."""
@@ -775,15 +765,6 @@ def _check_neighbours(graph: fx.Graph) -> None:
             )
 
 
-def _ties_in(stages: Any) -> list[Tie]:
-    """Return the parameters of which several stages of a `Pipe` have a copy each."""
-    copies: list[dict[str, str]] = getattr(stages, "replicated_params", [])
-    return [
-        Tie(tuple(sorted((int(stage.rpartition("_")[2]), name) for stage, name in one.items())))
-        for one in copies
-    ]
-
-
 def _is_linear(graph: fx.Graph) -> bool:
     """Whether a traced module is exactly a linear layer."""
     match list(graph.nodes):
@@ -834,10 +815,6 @@ def _differ(left: Any, right: Any) -> bool:
     if isinstance(left, DTensor) or isinstance(right, DTensor):
         return True
     return not (isinstance(left, Tensor) and left.data_ptr() == right.data_ptr())
-
-
-def _cells(program: Program, kind: ActionType) -> frozenset[Cell]:
-    return frozenset((action.stage, action.microbatch) for action in program if action.type is kind)
 
 
 def _joined(outputs: list[Any], spec: Any) -> Any:

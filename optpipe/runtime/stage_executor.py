@@ -39,25 +39,10 @@ __all__ = ["StageExecutor", "hollow"]
 class StageExecutor:
     """Runs the passes of a stage, and frees each boundary tensor as early as possible.
 
-    Parameters
-    ----------
-    module
-        The stage, perhaps wrapped by DDP or sharded by FSDP2.
-    index, num_stages
-        Its place in the pipeline.
-    inputs, outputs
-        Shapes of the boundary tensors of a micro-batch, by its kind. Of DTensors they are those of
-        this rank's shards.
-    kinds
-        The kind of each micro-batch.
-    spread
-        How received DTensors lie on this rank's meshes.
-    passes
-        Capture, split and recomputation around each pass.
-    trains
-        Whether backwards follow; otherwise nothing is kept.
-    slices
-        Keys and values for later slices, if micro-batches are slices.
+    ``inputs`` and ``outputs`` are the shapes of the boundary tensors of a micro-batch, by its kind,
+    ``kinds`` the kind of each micro-batch. Of DTensors the shapes are those of this rank's shards,
+    and ``spread`` says how received ones lie on this rank's meshes. Without ``trains`` no backwards
+    follow, and nothing is kept. ``slices`` has keys and values for later slices.
     """
 
     def __init__(
@@ -159,7 +144,7 @@ class StageExecutor:
         ``is_last`` says that the gradients of the stage's parameters are complete after it.
         """
         # Modules that delay weight gradients make them after the backward, so DDP comes after it.
-        follows = self._ddp if is_last and self._passes.delays_gradients else None
+        follows = self._ddp if is_last and self._passes.gradients.delaying else None
         with self._passes.backward(self.index, microbatch, split=split):
             if self.is_last:
                 roots: list[Tensor] = [] if loss is None else [loss]
@@ -181,14 +166,22 @@ class StageExecutor:
                 roots = [outputs[position] for position in chosen]
                 from_roots = [gradients[position] for position in chosen]
                 del outputs
-            with self._without_reduction(roots, reduces=is_last and follows is None):
-                self._passes.run_backward(roots, from_roots)
+            # FSDP2 reduces by an instruction of its own; DDP reduces in the last B.
+            reduction: AbstractContextManager[object] = nullcontext()
+            if self._fsdp is not None:
+                self._fsdp.hold_back()
+            if self._ddp is not None and is_last and follows is None:
+                prepare_ddp_reduction(self._ddp, roots)
+            elif self._ddp is not None:
+                reduction = self._ddp.no_sync()
+            with reduction:
+                self._passes.gradients.run_backward(roots, from_roots)
             inputs = self._inputs.pop(microbatch)
             if not self.is_first:
                 self._input_gradients[microbatch] = tuple(one.grad for one in inputs)
                 for one in inputs:
                     one.grad = None
-            weights = self._passes.weight_runner()
+            weights = self._passes.gradients.take()
             if split:
                 self._weight_passes[microbatch] = weights
             else:
@@ -230,22 +223,6 @@ class StageExecutor:
                 "boundary; return the same tensors, or make another runner"
             )
         return self._shards_of(outputs) if self._layouts else outputs
-
-    def _without_reduction(
-        self, roots: Sequence[Tensor], *, reduces: bool
-    ) -> AbstractContextManager[object]:
-        """Return what surrounds a backward, so that data parallelism reduces only where it should.
-
-        FSDP2 reduces by an instruction of its own; DDP reduces in the last B.
-        """
-        if self._fsdp is not None:
-            self._fsdp.hold_back()
-        if self._ddp is None:
-            return nullcontext()
-        if reduces:
-            prepare_ddp_reduction(self._ddp, roots)
-            return nullcontext()
-        return self._ddp.no_sync()
 
     def _require_gradients(self, inputs: Sequence[Tensor]) -> None:
         trains = self._trains and torch.is_grad_enabled()
@@ -295,22 +272,15 @@ class StageExecutor:
         """Return the gradients of the inputs for the previous stage on this rank."""
         return self._input_gradients.pop(microbatch)
 
-    def put_output_into(self, slot: Sequence[Tensor], microbatch: int) -> None:
-        """Copy the outputs of an F into the tensors of a message, and keep their graph only."""
-        self._copy(self._outputs[microbatch], slot, self._sent[self._kinds[microbatch]])
-        self._let_go_of_outputs(microbatch)
+    def put_into(self, slot: Sequence[Tensor], microbatch: int, *, backward: bool) -> None:
+        """Copy outputs or the gradients of inputs into the tensors of a message.
 
-    def put_gradients_into(self, slot: Sequence[Tensor], microbatch: int) -> None:
-        """Copy the gradients of the inputs into the tensors of a message; zeros where none is."""
-        gradients = self._input_gradients.pop(microbatch)
-        self._copy(gradients, slot, self._sent_back[self._kinds[microbatch]])
-
-    def _copy(
-        self,
-        tensors: Sequence[Tensor | None],
-        slot: Sequence[Tensor],
-        blanks: Sequence[Blank | None],
-    ) -> None:
+        Of outputs only the graph is kept. A gradient that does not exist is sent as zeros.
+        """
+        tensors: Sequence[Tensor | None] = (
+            self._input_gradients.pop(microbatch) if backward else self._outputs[microbatch]
+        )
+        blanks = self.crossing(microbatch, backward=backward, out=True)
         places = iter(slot)
         for tensor, blank in zip(tensors, blanks, strict=True):
             if blank is None:
@@ -326,6 +296,8 @@ class StageExecutor:
                     f"{tensor.dtype} to send, but {tuple(blank[0])} and {blank[1]} were agreed on "
                     "in the first step; keep to them, or give all ranks another bucket="
                 )
+        if not backward:
+            self._let_go_of_outputs(microbatch)
 
     def _let_go_of_outputs(self, microbatch: int) -> None:
         outputs = self._outputs.pop(microbatch)

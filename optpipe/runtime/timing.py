@@ -8,7 +8,6 @@ at the next sampled step. On all other steps it compares one action and returns.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from optpipe.formats.exports import dump_planned_beside_measured
 from optpipe.measurements import DeviceFacts, Measurements, Sample
 from optpipe.runtime.measuring.times import clock_for
 from optpipe.runtime.preflight import gather
-from optpipe.schedule import Action, ActionType, input_of, pass_of
+from optpipe.schedule import Action, ActionType
 from optpipe.simulate import Interval
 
 if TYPE_CHECKING:
@@ -33,31 +32,14 @@ if TYPE_CHECKING:
     from optpipe.runtime.runner import PipelineRunner
     from optpipe.simulate import Lane
 
-__all__ = ["DEFAULT_EVERY", "ActionTimer", "DeviceTimes", "MeasuredStep", "align"]
-
-
-# --- One time axis for what several devices measured on clocks of their own.
-# Each device reports the wall clock at its zero. Wall clocks of different hosts differ by
-# milliseconds, so they are believed only as far as the pipeline's own messages allow: nothing can
-# be received before it was sent. A message from a to b bounds the shift between the two clocks on
-# one side and one from b to a on the other, as in Cristian's "Probabilistic clock synchronization"
-# (Distributed Computing 3, 1989); a training step sends both, activations there and gradients back.
-
-
-class DeviceTimes(NamedTuple):
-    """The actions of one device in one step, in program order, in ms on its own clock.
-
-    ``wall_ms`` is the wall clock when the device's own showed zero.
-    """
-
-    step: int
-    device: int
-    wall_ms: float
-    intervals: tuple[Interval, ...]
+__all__ = ["DEFAULT_EVERY", "ActionTimer", "MeasuredStep"]
 
 
 class MeasuredStep(NamedTuple):
-    """One step of all devices, in ms from the first start of all; rows by device."""
+    """One step of all devices, in ms from the first start of all; rows by device.
+
+    Times of different hosts are as exact as their wall clocks are synchronised.
+    """
 
     step: int
     rows: tuple[tuple[Interval, ...], ...]
@@ -71,58 +53,6 @@ class MeasuredStep(NamedTuple):
             if row
         )
         return max(spans, default=0.0)
-
-
-def align(times: Sequence[DeviceTimes]) -> MeasuredStep:
-    """Return one step of all devices, given by device, on one axis."""
-    shifts = _shifts(times)
-    first = min(
-        (item.start + shifts[own.device] for own in times for item in own.intervals), default=0.0
-    )
-    rows = []
-    for own in times:
-        shift = shifts[own.device] - first
-        rows.append(
-            tuple(
-                replace(item, start=item.start + shift, end=item.end + shift)
-                for item in own.intervals
-            )
-        )
-    return MeasuredStep(times[0].step, tuple(rows))
-
-
-def _shifts(times: Sequence[DeviceTimes]) -> dict[int, float]:
-    """Return the shift of each device's times.
-
-    The shifts begin with the wall clocks. A receiver that would be too early is moved later, in as
-    many rounds over all messages as there are devices. As with Bellman and Ford's longest paths,
-    all messages are then consistent if any shifts make them so. True clocks do, so only errors of
-    measurement can prevent it.
-    """
-    # Small numbers: a wall clock in ms leaves doubles little room for microseconds.
-    shifts = {own.device: own.wall_ms - times[0].wall_ms for own in times}
-    lags = sorted(_lags(times).items())
-    for _ in times:
-        for (sender, receiver), lag in lags:
-            shifts[receiver] = max(shifts[receiver], shifts[sender] + lag)
-    return shifts
-
-
-def _lags(times: Sequence[DeviceTimes]) -> dict[tuple[int, int], float]:
-    """Return, per (sender, receiver), by how much the receiver's clock must at least be ahead."""
-    ran = [
-        (item.action, item) for own in times for item in own.intervals if item.action is not None
-    ]
-    producers = {done: item for action, item in ran if (done := pass_of(action)) is not None}
-    num_stages = 1 + max((action.stage for action, _ in ran), default=0)
-    lags: dict[tuple[int, int], float] = {}
-    for action, item in ran:
-        needed = input_of(action, num_stages)
-        source = producers.get(needed) if needed is not None else None
-        if source is not None and source.device != item.device:
-            pair = (source.device, item.device)
-            lags[pair] = max(lags.get(pair, -math.inf), source.end - item.start)
-    return lags
 
 
 DEFAULT_EVERY = 50
@@ -149,8 +79,13 @@ class _Sampled(NamedTuple):
     taken: list[Taken]
 
 
-OwnStep = tuple["DeviceTimes", list[tuple[int, int, float]]]
-"""One rank's sampled step, and its copies as (lane, bytes, ms)."""
+class _OwnStep(NamedTuple):
+    """One rank's sampled step: times from its origin in ms, copies as (lane, bytes, ms)."""
+
+    step: int
+    wall_ms: float
+    intervals: tuple[Interval, ...]
+    copies: list[tuple[int, int, float]]
 
 
 class ActionTimer:
@@ -195,7 +130,7 @@ class ActionTimer:
         self._pending: _Sampled | None = None
         self._starts: dict[Action, Mark] = {}
         self._copy: tuple[Mark, int] = (None, 0)
-        self._kept: deque[OwnStep] = deque(maxlen=_KEPT_STEPS)
+        self._kept: deque[_OwnStep] = deque(maxlen=_KEPT_STEPS)
         runner.offloader.copies = _TimedCopies(self._plain_copies, self)
         self._stop = runner.observe(self)
 
@@ -278,10 +213,9 @@ class ActionTimer:
         if pending is None:
             return
         intervals, copies = _read(pending, self._clock, self._rank)
-        times = DeviceTimes(pending.step, self._rank, pending.wall_ms, intervals)
-        self._kept.append((times, copies))
+        self._kept.append(_OwnStep(pending.step, pending.wall_ms, intervals, copies))
 
-    def _all_kept(self) -> list[list[OwnStep]]:
+    def _all_kept(self) -> list[list[_OwnStep]]:
         """Return every rank's sampled steps, on every rank; between two steps of the runner."""
         self._put_aside()
         self._resolve()
@@ -339,11 +273,33 @@ class _TimedCopies:
         return fence
 
 
-def _whole_steps(found: list[list[OwnStep]]) -> list[MeasuredStep]:
-    """Align the steps that every rank has sampled."""
-    by_rank = [{own.step: own for own, _ in kept} for kept in found]
-    common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
-    return [align([steps[number] for steps in by_rank]) for number in common]
+def _whole_steps(found: list[list[_OwnStep]]) -> list[MeasuredStep]:
+    """Put the steps that every rank has sampled on one time axis, by the wall clocks."""
+    by_rank = [{own.step: own for own in kept} for kept in found]
+    whole = []
+    for number in sorted(set.intersection(*(set(steps) for steps in by_rank))):
+        own_steps = [steps[number] for steps in by_rank]
+        # Small numbers: a wall clock in ms leaves doubles little precision for microseconds.
+        shifts = [own.wall_ms - own_steps[0].wall_ms for own in own_steps]
+        first_ms = min(
+            (
+                item.start + shift
+                for own, shift in zip(own_steps, shifts, strict=True)
+                for item in own.intervals
+            ),
+            default=0.0,
+        )
+        rows = []
+        for own, from_first in zip(own_steps, shifts, strict=True):
+            shift = from_first - first_ms
+            rows.append(
+                tuple(
+                    replace(item, start=item.start + shift, end=item.end + shift)
+                    for item in own.intervals
+                )
+            )
+        whole.append(MeasuredStep(number, tuple(rows)))
+    return whole
 
 
 def _last(steps: list[MeasuredStep]) -> MeasuredStep:
@@ -369,11 +325,11 @@ def _samples(step: MeasuredStep) -> Iterator[Sample]:
                 )
 
 
-def _device_facts(kept: Sequence[OwnStep]) -> DeviceFacts:
+def _device_facts(kept: Sequence[_OwnStep]) -> DeviceFacts:
     """Return the median speed of both lanes, where copies were made."""
     rates: list[list[float]] = [[], []]
-    for _, copies in kept:
-        for lane, num_bytes, ms in copies:
+    for own in kept:
+        for lane, num_bytes, ms in own.copies:
             if num_bytes > 0 and ms > 0:
                 rates[lane].append(num_bytes / (ms * 1e6))
     down, up = (statistics.median(values) if values else None for values in rates)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
-    from torch.distributed.tensor.placement_types import Placement
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
@@ -57,10 +56,8 @@ __all__ = [
     "default_store",
     "dependencies_of",
     "detached",
-    "dtensor_of",
     "effect",
     "fsdp_parts",
-    "further_connection",
     "group_alike",
     "group_of_messages",
     "group_size",
@@ -73,7 +70,6 @@ __all__ = [
     "is_profiled",
     "is_transformed",
     "join_fake_ranks",
-    "makes_gradient",
     "note_accumulator_hooks",
     "parts_with_memory",
     "prepare_ddp_reduction",
@@ -390,17 +386,6 @@ def parts_with_memory(tensor: Tensor) -> Iterator[Tensor]:
             yield from parts_with_memory(part)
 
 
-def dtensor_of(
-    shard: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    size: torch.Size,
-    stride: tuple[int, ...],
-) -> DTensor:
-    """Return the DTensor of this size and stride, in elements, of which a rank has its shard."""
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
-
-
 def is_grouped_product(function: object) -> bool:
     """Whether a torch function is the product of groups of rows with a matrix each.
 
@@ -464,25 +449,17 @@ def running_accumulators() -> dict[Tensor, Any]:
     return {node.variable: node for node in nodes if hasattr(node, "variable")}
 
 
-def adds_to_grad(accumulator: Any) -> bool:
+def adds_to_grad(accumulator: Any, *, or_returns: bool = False) -> bool:
     """Return whether the backward that runs in this thread adds to ``.grad`` by this node.
 
-    `torch.autograd.grad` adds to no parameter, and ``backward(inputs=...)`` to some of them.
+    `torch.autograd.grad` adds to no parameter, and ``backward(inputs=...)`` to some of them. With
+    ``or_returns``, a gradient that `torch.autograd.grad` returns counts, too.
     """
     try:
         return bool(torch._C._will_engine_execute_node(accumulator))  # noqa: SLF001
     except RuntimeError:
         # Raised for a parameter whose gradient torch.autograd.grad returns.
-        return False
-
-
-def makes_gradient(accumulator: Any) -> bool:
-    """Return whether the backward that runs in this thread asks for the gradient of this node."""
-    try:
-        return bool(torch._C._will_engine_execute_node(accumulator))  # noqa: SLF001
-    except RuntimeError:
-        # As in `adds_to_grad`: torch.autograd.grad returns this gradient.
-        return True
+        return or_returns
 
 
 def viewed(tensor: Tensor) -> Tensor:
@@ -494,12 +471,6 @@ def viewed(tensor: Tensor) -> Tensor:
 def default_store() -> Store:
     """Return the key-value store through which the ranks found each other."""
     return distributed_c10d._get_default_store()  # noqa: SLF001
-
-
-def further_connection() -> Store:
-    """Return that store on a connection of its own, which no long wait of others holds up."""
-    store: Store = default_store().clone()  # type: ignore[attr-defined]
-    return store
 
 
 def backends(group: ProcessGroup | None) -> dict[str, str]:
@@ -610,11 +581,8 @@ def replaced(copies: Mapping[BufferPlace, Tensor]) -> Iterator[None]:
             setattr(*place, buffer)
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Leave all modes that see operators, inside the context."""
-    with _disable_current_modes():
-        yield
+without_modes = _disable_current_modes
+"""A context in which no mode sees operators."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Treatments: which groups of a stage's modules a mode keeps, offloads or recomputes.
 
 A mode of a problem is a name and numbers. The name is a text form, which `optpipe profile` writes
-and `parse_treatment` reads; `modes` gives text forms to modes with other names.
+and `parse_treatment` reads.
 
 * ``keep``;
 * ``offload``: all that can move; ``offload mlp + norm``: the tensors that these groups save;
@@ -61,7 +61,6 @@ __all__ = [
     "declare_for_copy",
     "groups",
     "groups_of",
-    "modes",
     "parse_treatment",
     "treatments_of",
 ]
@@ -156,8 +155,7 @@ def parse_treatment(text: str) -> Treatment:
     )
 
 
-# --- The modules of a stage's groups. Both tables reference modules weakly, so an entry disappears
-# with its stage.
+# --- The modules of a stage's groups.
 
 Groups = dict[str, tuple[nn.Module, ...]]
 """Name -> modules; none contains another of the same group."""
@@ -165,9 +163,7 @@ Groups = dict[str, tuple[nn.Module, ...]]
 _declared: Final[weakref.WeakKeyDictionary[nn.Module, dict[str, list[Any]]]] = (
     weakref.WeakKeyDictionary()
 )
-_text_forms: Final[weakref.WeakKeyDictionary[nn.Module, dict[str, str]]] = (
-    weakref.WeakKeyDictionary()
-)
+"""The groups of a module; the entry disappears with it."""
 
 _ATTENTION = ("self_attn", "self_attention", "attn", "attention")
 _MLP = ("mlp", "feed_forward", "ffn")
@@ -208,7 +204,21 @@ def groups(stage: nn.Module, declared: Mapping[str, Sequence[str | nn.Module]]) 
                 f"a group cannot be called {name!r}: its name must be letters, digits and _, and "
                 f"not {REST!r}, which names the tensors outside all groups; give it another name"
             )
-        parts = [part for one in wanted for part in _matching(stage, one)]
+        parts: list[nn.Module] = []
+        for one in wanted:
+            if one == "":
+                matching = [stage]
+            elif isinstance(one, str):
+                matching = _by_attribute(stage, (one,))
+            else:
+                matching = [part for part in stage.modules() if part is one]
+            if not matching:
+                shown = repr(one) if isinstance(one, str) else type(one).__name__
+                raise PreflightError(
+                    f"no module of the stage matches {shown}; write the end of a module's name, "
+                    "with * for any letters, or pass a module of this stage"
+                )
+            parts += matching
         found[name] = [weakref.ref(part) for part in _outermost(parts)]
     _declared[stage] = found
 
@@ -221,24 +231,6 @@ def declare_for_copy(stage: nn.Module, copy_of: Callable[[nn.Module], nn.Module]
                 name: [weakref.ref(copy_of(one)) for ref in refs if (one := ref()) is not None]
                 for name, refs in _declared[part].items()
             }
-
-
-def modes(stage: nn.Module, meanings: Mapping[str, str]) -> None:
-    """Declare the treatments of modes whose names are not text forms.
-
-    Parameters
-    ----------
-    meanings
-        Name of a mode in the problem's menu -> its text form: ``{"half": "offload mlp"}``.
-
-    Raises
-    ------
-    PreflightError
-        If a value is not a text form.
-    """
-    for text in meanings.values():
-        parse_treatment(text)
-    _text_forms[stage] = dict(meanings)
 
 
 def groups_of(stage: nn.Module) -> Groups:
@@ -256,21 +248,6 @@ def groups_of(stage: nn.Module) -> Groups:
             and part is not stage
         ]
     return {name: tuple(_outermost(parts)) for name, parts in found.items() if parts}
-
-
-def _matching(stage: nn.Module, wanted: str | nn.Module) -> list[nn.Module]:
-    if wanted == "":
-        return [stage]
-    if isinstance(wanted, str):
-        found, shown = _by_attribute(stage, (wanted,)), repr(wanted)
-    else:
-        found, shown = [part for part in stage.modules() if part is wanted], type(wanted).__name__
-    if not found:
-        raise PreflightError(
-            f"no module of the stage matches {shown}; write the end of a module's name, with * for "
-            "any letters, or pass a module of this stage"
-        )
-    return found
 
 
 def _by_attribute(stage: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
@@ -343,16 +320,10 @@ def _treatment(
 ) -> Treatment:
     mode = problem.menus_by_cost[cost][stage][number]
     label = f"mode {number} of stage {stage} ({mode.name!r})"
-    meanings: dict[str, str] = {}
-    for part in module.modules():
-        meanings |= _text_forms.get(part, {})
     try:
-        found = parse_treatment(meanings.get(mode.name, mode.name))
+        found = parse_treatment(mode.name)
     except PreflightError as error:
-        raise PreflightError(
-            f"{label} cannot be run: {error}; rename it, or declare its text form: "
-            'optpipe.runtime.modes(stage, {"its name": "recompute mlp"})'
-        ) from None
+        raise PreflightError(f"{label} cannot be run: {error}; rename it") from None
     by_numbers = (mode.recompute or "nothing", mode.offload_bytes > 0)
     by_name = (
         "apart" if found.apart else "inside" if found.again else "nothing",

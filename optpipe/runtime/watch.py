@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from optpipe.errors import RankError
 from optpipe.runtime.preflight import describe, gather
-from optpipe.runtime.torch_names import backends, further_connection
+from optpipe.runtime.torch_names import backends, default_store
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
@@ -564,7 +564,9 @@ def watch_over(
 ) -> Watchdog:
     """Return the watchdog of this rank of a pipeline; all ranks of the group call this together."""
     members = dist.get_process_group_ranks(group)
-    store, rank = further_connection(), dist.get_rank()
+    # A connection of its own, which no long wait of others holds up.
+    store: Store = default_store().clone()  # type: ignore[attr-defined]
+    rank = dist.get_rank()
     store.set_timeout(timedelta(seconds=30))
     count = store.add(f"optpipe/runners/{rank}", 1)
     own = dist.get_rank(group)

@@ -24,11 +24,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe import Problem, Schedule
-from optpipe.runtime import PipelineRunner, demo, executor, groups, offload
+from optpipe.runtime import PipelineRunner, demo, groups, offload
 from optpipe.runtime.demo import ModelConfig, make_stages, random_tokens, token_loss
 from optpipe.runtime.launch import join_ranks
-from optpipe.runtime.lowering import messages_of
-from optpipe.runtime.messages import Order, Receive
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.watch import Cause, CauseStore, DeviceMarks
 from tests.runtime import schedules
@@ -315,30 +313,6 @@ _TROUBLES: dict[str, Callable[..., Any]] = {
     "distributes over the pipeline": partial(_distribute, Replicate()),
     "distributes in stripes": partial(_distribute, _StridedShard(0, split_factor=2)),
 }
-
-
-def refused_orders(schedule: Schedule) -> str:
-    """Return how a pipeline is refused whose rank 2 sees two receives swapped."""
-    rank, modules = dist.get_rank(), make_stages(CONFIG, 4)
-    runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
-    translate = messages_of
-    change: Callable[[Order], Order] = _swapped if rank == 2 else tuple
-    with mock.patch.object(executor, "messages_of", lambda own: change(translate(own))):
-        return refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
-
-
-def _swapped(order: Order) -> Order:
-    """Swap the first two receives where the first is of stage 1's output."""
-    changed = list(order)
-    found = [index for index, step in enumerate(order) if _is_forward_receive(step)][:2]
-    if len(found) == 2:
-        left, right = found
-        changed[left], changed[right] = changed[right], changed[left]
-    return tuple(changed)
-
-
-def _is_forward_receive(step: object) -> bool:
-    return isinstance(step, Receive) and not step.message.backward and step.message.stage == 1
 
 
 def fail_and_live_on() -> int:

@@ -23,38 +23,21 @@ from tests.runtime.watching import until
 class Scripted:
     """A source that finds the schedules of a list, over and over.
 
-    Parameters
-    ----------
-    num_offered
-        So many are there from the beginning; `offer` adds one.
-    num_answers
-        So many requests are answered; then the source is gone.
-    is_stuck
-        Whether no request is answered, and no report taken, before `let_go`.
+    `offer` adds one. A source that ``is_stuck`` answers no request, and takes no report, before
+    `let_go`.
     """
 
-    def __init__(
-        self,
-        schedules: Sequence[Schedule],
-        *,
-        num_offered: int = 0,
-        num_answers: float = float("inf"),
-        is_stuck: bool = False,
-    ) -> None:
+    def __init__(self, schedules: Sequence[Schedule], *, is_stuck: bool = False) -> None:
         self.schedules = schedules
         self.reports: list[tuple[str, int | None, float | None, Measurements]] = []
-        self.num_requests = self.num_found = 0
-        self._offered = threading.Semaphore(num_offered)
-        self._num_answers = num_answers
+        self.num_found = 0
+        self._offered = threading.Semaphore(0)
         self._free = threading.Event()
         if not is_stuck:
             self.let_go()
 
     def next_schedule(self, wait_s: float = 0.0) -> Schedule | None:
-        self.num_requests += 1
         self._free.wait()
-        if self.num_requests > self._num_answers:
-            raise ConnectionError("the source is gone")
         if not self._offered.acquire(timeout=min(wait_s, 0.5)):
             return None
         self.num_found += 1
@@ -96,7 +79,7 @@ def train_following(
     steps: int,
     *,
     waits: bool = True,
-    source: dict[str, Any] | None = None,
+    is_stuck: bool = False,
     num_reports: int = 0,
     **options: Any,
 ) -> Followed:
@@ -107,7 +90,7 @@ def train_following(
     rank = dist.get_rank()
     own, runner, optimizer = _training(first, problem)
     parameters = [parameter for module in own.values() for parameter in module.parameters()]
-    script = Scripted(later, **(source or {})) if rank == 0 else None
+    script = Scripted(later, is_stuck=is_stuck) if rank == 0 else None
     count = num_microbatches_of(first)
     losses = []
     with follow(script, runner, **options) as training:

@@ -36,9 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.train_gpt import MixedPrecision, token_loss
 from optpipe import Problem, Schedule
 from optpipe.errors import PreflightError
-from optpipe.runtime import PipelineRunner, passes
+from optpipe.runtime import PipelineRunner, follow, passes
 from optpipe.runtime.demo import make_stages, random_tokens
-from optpipe.runtime.follower import _host_group
 from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.measuring.times import Clock, ping_pong
 from optpipe.runtime.passes import deferred_bytes
@@ -677,9 +676,10 @@ def train_in_unnamed_groups() -> int:
         losses = runner.step(*small_data(2, seed=0))
         assert losses is not None
         assert losses.shape == (2,)
+        with follow(None, runner) as training:
+            assert training._group is None
         runner.close()
         assert made_on(0, lambda: 7, torch.device("cpu"), None) == (7, [])
-        assert _host_group(None) is None
         cpu, clock = torch.device("cpu"), cast("Clock", None)
         assert ping_pong({}, clock=clock, device=cpu, group=None, repeats=1) == ()
         dist.destroy_process_group()

@@ -226,7 +226,6 @@ class Trained:
     losses_equal: bool = True
     worst_difference: float = 0.0
     largest_gradient: float = 0.0
-    smallest_gradient: float = float("inf")
     num_gradients: int = 0
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
@@ -255,7 +254,6 @@ class Trained:
                 self.worst_difference = max(self.worst_difference, float(difference))
                 largest = float(gradient.abs().max())
                 self.largest_gradient = max(self.largest_gradient, largest)
-                self.smallest_gradient = min(self.smallest_gradient, largest)
                 self.num_gradients += 1
 
 
@@ -380,7 +378,7 @@ class Deferred:
 
     def __init__(self, runner: PipelineRunner) -> None:
         self.bytes = 0
-        gradients = runner._passes._gradients
+        gradients = runner._passes.gradients
         take = gradients.take
 
         def watched() -> Callable[[], None]:

@@ -97,18 +97,9 @@ def _waves(size):
     return schedules.from_text(map(" ".join, rows))
 
 
-def test_training_goes_on_when_the_service_is_gone(ranks, stayed):
-    problem, found = six_schedules()
-    source = {"num_offered": 9, "num_answers": 3}
-    gone = train(ranks, found[0], found[1:], problem, STEPS, waits=False, source=source)
-    assert [one.digest for one in gone] == [one.digest for one in stayed]
-    assert len({one.num_switches for one in gone}) == 1
-    assert gone[0].num_switches in {1, 2, 3}
-
-
 def test_nobody_waits_for_a_service_that_is_stuck(ranks, stayed):
     problem, found = six_schedules()
-    options = {"sample_every": 2, "report_every": 4, "source": {"is_stuck": True}}
+    options = {"sample_every": 2, "report_every": 4, "is_stuck": True}
     outcomes = train(ranks, found[0], found[1:], problem, STEPS, waits=False, **options)
     assert [one.num_switches for one in outcomes] == [0] * 4
     assert [one.digest for one in outcomes] == [one.digest for one in stayed]
@@ -192,7 +183,7 @@ def _busy_first_stage() -> Problem:
     return Problem.parse(data)
 
 
-@pytest.mark.parametrize("name", ["sample_every", "report_every", "agree_every"])
+@pytest.mark.parametrize("name", ["sample_every", "report_every"])
 def test_a_period_of_no_steps_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} = 0: must be at least 1"):
         follow(None, cast("PipelineRunner", None), **cast("dict[str, Any]", {name: 0}))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from optpipe import Problem, Schedule
-from optpipe.runtime import PreflightError, groups, modes
+from optpipe.runtime import PreflightError, groups
 from optpipe.runtime.offload import EVERYTHING, REST, Offloader
 from optpipe.runtime.passes import Passes, WeightGradients
 from optpipe.runtime.treatments import (
@@ -296,15 +296,10 @@ def test_a_mode_that_a_stage_cannot_do_is_refused(mode, message) -> None:
         _treated(mode, stage)
 
 
-def test_what_a_mode_is_called_may_be_said() -> None:
-    stage = _Shape(["0.mlp"])
-    modes(stage, {"half": "offload mlp"})
-    found = _treated({"name": "half", "offload_bytes": 1}, nn.Sequential(stage))
-    assert found == Treatment(moved=frozenset({"mlp"}))
-    with pytest.raises(PreflightError, match="'most' is not a treatment"):
-        modes(stage, {"half": "most"})
+def test_the_batch_is_not_offloaded() -> None:
+    mode = {"name": "recompute, offload", "offload_bytes": 1, **_APART}
     with pytest.raises(PreflightError, match="the first stage, which is the batch"):
-        _treated({"name": "recompute, offload", "offload_bytes": 1, **_APART}, stage, 0)
+        _treated(mode, _Shape(["0.mlp"]), 0)
 
 
 def test_ranks_refuse_modes_together(ranks) -> None:

@@ -658,27 +658,6 @@ def test_delayed_weight_gradients_that_would_be_lost_are_refused(why):
         check_delaying(stages)
 
 
-@pytest.mark.parametrize("delays", [False, True])
-def test_each_w_makes_the_gradient_of_its_own_microbatch(delays):
-    """Also where a module's queue knows only which came first: the later one's W comes first."""
-    plain = nn.Linear(6, 6)
-    layer = DelayingLinear(plain, delay_wgrad_compute=True) if delays else deepcopy(plain)
-    gradients, given, runs = WeightGradients(), [_floats(), _floats()], []
-    split_linears(layer, gradients)
-    for one in given:
-        with gradients.collect():
-            layer(one).pow(2).sum().backward()
-            runs.append(gradients.take())
-    weight = layer.weight
-    for one, run in zip(reversed(given), reversed(runs), strict=True):
-        before = torch.zeros(6, 6) if weight.grad is None else weight.grad.clone()
-        run()
-        (wanted,) = torch.autograd.grad(
-            functional.linear(one.detach(), weight, layer.bias).pow(2).sum(), [weight]
-        )
-        torch.testing.assert_close(gradient_of(weight) - before, wanted, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("fault", ["makes nothing", "takes nothing"])
 def test_a_backward_dw_that_does_not_do_its_work_is_no_w(fault):
     layer: Any = DelayingLinear(nn.Linear(6, 6), delay_wgrad_compute=True)
