@@ -128,7 +128,13 @@ def compare_programs(
     old, new = _facts(before), _facts(after)
     plain = [[tuple(action.bare for action in row) for row in rows] for rows in (before, after)]
     return ScheduleDifference(
-        placement=_placement_changes(old.devices, new.devices),
+        placement=tuple(
+            PlacementChange(
+                stage=stage, before=old.devices.get(stage), after=new.devices.get(stage)
+            )
+            for stage in sorted({*old.devices, *new.devices})
+            if old.devices.get(stage) != new.devices.get(stage)
+        ),
         treatment=_mode_changes(old.treatments, new.treatments),
         backward=_mode_changes(old.backwards, new.backwards),
         pairing=_mode_changes(old.pairings, new.pairings),
@@ -175,16 +181,6 @@ def _facts(programs: Programs) -> _Facts:
                 other = f"with F of stage {program[index - 1].stage}" if index else "with nothing"
                 facts.pairings[cell] = f"{what} {other}".lstrip()
     return facts
-
-
-def _placement_changes(
-    before: dict[int, int], after: dict[int, int]
-) -> tuple[PlacementChange, ...]:
-    return tuple(
-        PlacementChange(stage=stage, before=before.get(stage), after=after.get(stage))
-        for stage in sorted({*before, *after})
-        if before.get(stage) != after.get(stage)
-    )
 
 
 def _mode_changes(
@@ -460,16 +456,15 @@ def cost_line(cost: Cost) -> str:
 
 def _schedule_lines(found: ScheduleDifference) -> Iterator[str]:
     for place in found.placement:
-        before, after = (_place(device) for device in (place.before, place.after))
+        before, after = (
+            "absent" if device is None else f"device {device}"
+            for device in (place.before, place.after)
+        )
         yield f"stage {place.stage}: {before} -> {after}"
     for change in (*found.treatment, *found.backward, *found.pairing):
         yield _mode_line(change)
     for order in found.order:
         yield _order_line(order)
-
-
-def _place(device: int | None) -> str:
-    return "absent" if device is None else f"device {device}"
 
 
 def _mode_line(change: ModeChange) -> str:

@@ -360,10 +360,7 @@ def _path_sentences(problem: Problem, path: CriticalPath) -> Iterator[str]:
             f"{_device_name(problem, device)} has the largest part of it, {format_ms(ms)} ms "
             f"({format_share(ms / path.length_ms)})."
         )
-    yield from _told(problem, path.runs)
-
-
-def _told(problem: Problem, runs: Sequence[PathRun]) -> Iterator[str]:
+    runs = path.runs
     order = sorted(range(len(runs)), key=lambda i: (-runs[i].length_ms, i))
     shown = set(order[:_MOST_RUNS])
     for is_shown, group in groupby(range(len(runs)), key=lambda i: i in shown):

@@ -74,7 +74,20 @@ def stage_reliefs(
     known = peaks or program_peaks(problem, programs)
     found: list[StageRelief] = []
     for device, program in enumerate(programs):
-        reliefs = _find(problem, program)
+        modes = modes_of(problem, program)
+        own: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, action in enumerate(program):
+            if modes[action.cell]:
+                own[action.cell].append(index)
+        reliefs = []
+        for cell, places in sorted(own.items(), key=lambda item: _begins(program, item[1])):
+            stage, menu = problem.stage_of(*cell), problem.menu_of(*cell)
+            mode = menu[modes[cell]]
+            kind: ReliefKind = "mode" if stage.modes else _V1[mode.recompute]
+            kinds = [(index, program[index].type) for index in places]
+            spans = tuple(_spans(kinds, menu[0], mode))
+            gone = tuple(index for index, action in kinds if action in _OF_MODE)
+            reliefs.append(_Relief(kind, mode.name, *cell, spans, gone))
         if reliefs:
             device_peaks = np.array(known[device], dtype=np.int64)
             limit = problem.devices[device].usable_bytes
@@ -83,24 +96,6 @@ def stage_reliefs(
 
 
 _OF_MODE = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)
-
-
-def _find(problem: Problem, program: Program) -> list[_Relief]:
-    modes = modes_of(problem, program)
-    own: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, action in enumerate(program):
-        if modes[action.cell]:
-            own[action.cell].append(index)
-    reliefs = []
-    for cell, places in sorted(own.items(), key=lambda item: _begins(program, item[1])):
-        stage, menu = problem.stage_of(*cell), problem.menu_of(*cell)
-        mode = menu[modes[cell]]
-        kind: ReliefKind = "mode" if stage.modes else _V1[mode.recompute]
-        kinds = [(index, program[index].type) for index in places]
-        spans = tuple(_spans(kinds, menu[0], mode))
-        gone = tuple(index for index, action in kinds if action in _OF_MODE)
-        reliefs.append(_Relief(kind, mode.name, *cell, spans, gone))
-    return reliefs
 
 
 _V1: dict[str, ReliefKind] = {"": "offload", "apart": "recompute"}

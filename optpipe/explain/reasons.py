@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from optpipe.explain.values import LaneKind, PieceKind, RunKind
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
-    from optpipe.simulate import GradSync, LinkMessage, Simulation, Times
+    from optpipe.simulate import LinkMessage, Simulation, Times
 
 __all__ = [
     "Piece",
@@ -459,17 +459,16 @@ def _backwards(
     if syncs and syncs[-1].end > run.times[device][index].end:
         for sync in reversed(syncs):
             yield Piece("grad sync", device, None, sync.start, sync.end)
-            ready = _last_of_stage(programs[device], sync)
+            program = programs[device]
+            kinds = (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD)
+            ready = max(
+                i for i, a in enumerate(program) if a.stage == sync.stage and a.type in kinds
+            )
             if run.times[device][ready].end == sync.start:
                 spot = Spot(device, ready)
                 break
     while spot is not None:
         spot = yield from _step(reasons, spot)
-
-
-def _last_of_stage(program: tuple[Action, ...], sync: GradSync) -> int:
-    kinds = (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD)
-    return max(i for i, a in enumerate(program) if a.stage == sync.stage and a.type in kinds)
 
 
 def _step(reasons: Reasons, spot: Spot) -> Generator[Piece, None, Spot | None]:

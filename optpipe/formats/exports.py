@@ -114,7 +114,19 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
     row, column and cell of the first action that the runtime cannot run, or would run with wrong
     gradients.
     """
-    _expect_placement(problem)
+    num_devices = len(problem.devices)
+    chunks, rest = divmod(len(problem.stages), num_devices)
+    known = []
+    if rest == 0 and num_devices > 1:
+        known.append(placement_of("loop", num_devices, chunks))
+        if chunks == 2:
+            known.append(placement_of("v", num_devices, chunks))
+    if problem.placement not in known:
+        raise ScheduleFormatError(
+            f"placement {list(problem.placement)} on {num_devices} devices: the zero-bubble "
+            "runtime has two devices or more, and one stage on each, chunks in a loop, or two "
+            "chunks in a V; use optpipe.runtime, or such a placement"
+        )
     for device, program in enumerate(programs):
         _expect_queues(device, program)
     run = simulate(problem, programs)
@@ -183,7 +195,17 @@ class _JointOrder:
             moment, turn, event = heapq.heappop(self._ready)
             if turn:
                 device, action = event
-                self._act(device, action, moment)
+                at = self._times[device][self._heads[device]]
+                self._heads[device] += 1
+                self._rows[device] += self._nodes(action, at)
+                completed = pass_of(action)
+                if completed is not None:
+                    self._ended[completed] = at.end
+                    if self._peer(completed.reader, completed.stage) is None:
+                        self._finish(completed)
+                    else:
+                        heapq.heappush(self._ready, (max(moment, at.end), 0, completed))
+                self._look_at(device)
             else:
                 self._exchange(event)
         return self._rows
@@ -205,19 +227,6 @@ class _JointOrder:
         moment = at.issue if action.type.is_transfer else at.end
         turn = 1 if action.type.is_backward else 2
         heapq.heappush(self._ready, (moment, turn, (device, action)))
-
-    def _act(self, device: int, action: Action, moment: float) -> None:
-        at = self._times[device][self._heads[device]]
-        self._heads[device] += 1
-        self._rows[device] += self._nodes(action, at)
-        completed = pass_of(action)
-        if completed is not None:
-            self._ended[completed] = at.end
-            if self._peer(completed.reader, completed.stage) is None:
-                self._finish(completed)
-            else:
-                heapq.heappush(self._ready, (max(moment, at.end), 0, completed))
-        self._look_at(device)
 
     def _exchange(self, producer: Pass) -> None:
         stages, moment = (producer.stage, producer.reader), self._ended[producer]
@@ -250,19 +259,13 @@ class _JointOrder:
             )  # fmt: skip
         if cell in self._offloaded and action.type in _ENDS_USE:
             self._used.add(cell)
-            yield from self._let_go(action.stage, at.end)
-
-    def _let_go(self, stage: int, moment: float) -> Iterator[_Node]:
-        """Yield the ends of reloads in the order of the reloads, which is how the runtime has them.
-
-        A fused backward may overtake the weight gradient of an earlier micro-batch.
-        """
-        reloaded = self._held.get(stage, [])
-        while reloaded and (stage, reloaded[0]) in self._used:
-            yield _Node(
-                "OFFLOAD_RECV_END", reloaded.pop(0), self._chunk[stage], stage, moment, moment,
-                offloaded=True,
-            )  # fmt: skip
+            # A fused backward may overtake the weight gradient of an earlier micro-batch.
+            reloaded = self._held.get(action.stage, [])
+            while reloaded and (action.stage, reloaded[0]) in self._used:
+                yield _Node(
+                    "OFFLOAD_RECV_END", reloaded.pop(0), self._chunk[action.stage], action.stage,
+                    at.end, at.end, offloaded=True,
+                )  # fmt: skip
 
     def _peer(self, stage: int, own: int) -> int | None:
         """Return the device of a stage; None if that is the own stage's, or there is none."""
@@ -378,22 +381,6 @@ _QUEUES = {
 }
 
 
-def _expect_placement(problem: Problem) -> None:
-    num_devices = len(problem.devices)
-    chunks, rest = divmod(len(problem.stages), num_devices)
-    known = []
-    if rest == 0 and num_devices > 1:
-        known.append(placement_of("loop", num_devices, chunks))
-        if chunks == 2:
-            known.append(placement_of("v", num_devices, chunks))
-    if problem.placement not in known:
-        raise ScheduleFormatError(
-            f"placement {list(problem.placement)} on {num_devices} devices: the zero-bubble "
-            "runtime has two devices or more, and one stage on each, chunks in a loop, or two "
-            "chunks in a V; use optpipe.runtime, or such a placement"
-        )
-
-
 def _expect_queues(device: int, program: Program) -> None:
     last: dict[tuple[int, str], int] = {}
     for index, action in enumerate(program):
@@ -454,49 +441,40 @@ def dump_csv(programs: Programs, *, for_torch: bool = False) -> str:
         last stage that is not in the order of the micro-batches; or with an empty row.
     """
     if for_torch:
-        _expect_for_torch(programs)
+        last = max((action.stage for program in programs for action in program), default=0)
+        for row, program in enumerate(programs, start=1):
+            if not program:
+                raise ScheduleFormatError(
+                    f"row {row} is empty, but torch's runtime needs an action on every rank; leave "
+                    "that device out of the problem, and solve again"
+                )
+            num_losses = column = 0
+            for action in program:
+                column += not action.paired
+                if action.type in _UNKNOWN_TO_TORCH or action.mode:
+                    what = "modes" if action.mode else action.type.value
+                    raise ScheduleFormatError(
+                        f"row {row}, column {column}: torch's runtime has no {what} ({action}), "
+                        "and without it the program needs more memory than was planned; run it "
+                        "with optpipe.runtime, or solve a problem without bandwidths, "
+                        "recompute_ms and modes"
+                    )
+                if action.stage == last and action.type is ActionType.FORWARD:
+                    if action.microbatch != num_losses:
+                        expected = action._replace(microbatch=num_losses)
+                        raise ScheduleFormatError(
+                            f"row {row}, column {column}: {action} stands where torch's runtime "
+                            f"expects {expected}; it takes the losses of the last stage for those "
+                            "of the micro-batches in their order, and would make wrong gradients "
+                            "silently; run it with optpipe.runtime, or use a schedule that keeps "
+                            "the order"
+                        )
+                    num_losses += 1
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for program in programs:
         writer.writerow(cells_of(program))
     return out.getvalue()
-
-
-def _expect_for_torch(programs: Programs) -> None:
-    last = max((action.stage for program in programs for action in program), default=0)
-    for row, program in enumerate(programs, start=1):
-        if not program:
-            raise ScheduleFormatError(
-                f"row {row} is empty, but torch's runtime needs an action on every rank; leave "
-                "that device out of the problem, and solve again"
-            )
-        num_losses = column = 0
-        for action in program:
-            column += not action.paired
-            if action.type in _UNKNOWN_TO_TORCH or action.mode:
-                raise _unknown_to_torch(row, column, action)
-            if action.stage == last and action.type is ActionType.FORWARD:
-                if action.microbatch != num_losses:
-                    raise _out_of_order(row, column, action, num_losses)
-                num_losses += 1
-
-
-def _unknown_to_torch(row: int, column: int, action: Action) -> ScheduleFormatError:
-    what = "modes" if action.mode else action.type.value
-    return ScheduleFormatError(
-        f"row {row}, column {column}: torch's runtime has no {what} ({action}), and "
-        "without it the program needs more memory than was planned; run it with optpipe.runtime, "
-        "or solve a problem without bandwidths, recompute_ms and modes"
-    )
-
-
-def _out_of_order(row: int, column: int, action: Action, expected: int) -> ScheduleFormatError:
-    return ScheduleFormatError(
-        f"row {row}, column {column}: {action} stands where torch's runtime expects "
-        f"{action._replace(microbatch=expected)}; it takes the losses of the last stage for those "
-        "of the micro-batches in their order, and would make wrong gradients silently; run it with "
-        "optpipe.runtime, or use a schedule that keeps the order"
-    )
 
 
 def load_csv(text: str) -> Programs:
@@ -600,7 +578,13 @@ def layout_text(stage_layers: Sequence[StageLayers], num_devices: int) -> str:
     InputError
         If Megatron-Core cannot place them so on that many pipeline ranks.
     """
-    _check_ends(stage_layers)
+    for name, place, index in (("embedding", "first", 0), ("head", "last", len(stage_layers) - 1)):
+        counts = [getattr(layers, name) for layers in stage_layers]
+        if sum(counts) != 1 or counts[index] != 1:
+            raise InputError(
+                f"layers.{name} of the stages = {counts}: Megatron-Core has one, in the {place} "
+                "stage; correct them"
+            )
     _check_mtp(stage_layers, num_devices)
     runs = [(stage, len(list(run))) for stage, run in groupby(map(_letters, stage_layers))]
     # The last run is one stage, with the head: no group's closing bar ends the text.
@@ -673,16 +657,6 @@ def _layers(problem: Problem) -> list[StageLayers]:
             )
         stage_layers.append(stage.layers)
     return stage_layers
-
-
-def _check_ends(stage_layers: Sequence[StageLayers]) -> None:
-    for name, place, index in (("embedding", "first", 0), ("head", "last", len(stage_layers) - 1)):
-        counts = [getattr(layers, name) for layers in stage_layers]
-        if sum(counts) != 1 or counts[index] != 1:
-            raise InputError(
-                f"layers.{name} of the stages = {counts}: Megatron-Core has one, in the {place} "
-                "stage; correct them"
-            )
 
 
 def _check_mtp(stage_layers: Sequence[StageLayers], num_devices: int) -> None:
@@ -839,19 +813,16 @@ def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _trace_row(row: _TraceProcess, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:
-    yield from _names(row, {item.lane for item in intervals})
-    for item in intervals:
-        if item.partner is None or item.action is None or not item.action.paired:
-            yield _complete(row.pid, item)
-
-
-def _names(row: _TraceProcess, used: set[Lane]) -> Iterator[dict[str, Any]]:
+    used = {item.lane for item in intervals}
     yield _metadata("process_name", row.pid, 0, {"name": row.name})
     yield _metadata("process_sort_index", row.pid, 0, {"sort_index": row.pid})
     for lane, (thread, label) in _THREADS.items():
         if lane in used:
             yield _metadata("thread_name", row.pid, thread, {"name": label})
             yield _metadata("thread_sort_index", row.pid, thread, {"sort_index": thread})
+    for item in intervals:
+        if item.partner is None or item.action is None or not item.action.paired:
+            yield _complete(row.pid, item)
 
 
 def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:

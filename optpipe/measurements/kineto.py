@@ -410,7 +410,13 @@ def _read_memory(
         home |= {one.stage: device_of[trace.rank] for one in counted}
         _note_ranges(trace.process, counted, seen)
     recomputed = {stage for stage, found in seen.items() if "RECOMPUTE" in found.left}
-    static = _divide(_resident(traces, device_of), home)
+    resident = _resident(traces, device_of)
+    static: dict[int, int] = {}
+    for device, num_bytes in resident.items():
+        stages = sorted(stage for stage, of in home.items() if of == device)
+        for place, stage in enumerate(stages):
+            share, rest = divmod(num_bytes, len(stages))
+            static[stage] = share + (rest if place == 0 else 0)
     facts = {stage: _sizes(stage, seen) for stage in sorted(set(seen) - recomputed)}
     for stage in set(facts) & set(static):
         facts[stage]["static_bytes"] = static[stage]
@@ -431,17 +437,6 @@ def _resident(traces: Iterable[RankTrace], device_of: Mapping[int, int]) -> dict
             device = device_of[trace.rank]
             found[device] = max(before[-1].total_bytes, found.get(device, 0))
     return found
-
-
-def _divide(resident: Mapping[int, int], home: Mapping[int, int]) -> dict[int, int]:
-    """Return each stage's share of its device's bytes: equal ones, the rest to the first."""
-    static: dict[int, int] = {}
-    for device, num_bytes in resident.items():
-        stages = sorted(stage for stage, of in home.items() if of == device)
-        for place, stage in enumerate(stages):
-            share, rest = divmod(num_bytes, len(stages))
-            static[stage] = share + (rest if place == 0 else 0)
-    return static
 
 
 def _note_ranges(

@@ -133,7 +133,17 @@ def _parse_log(text: str) -> _MegatronLog:
             taken = _take(open_block, timer, line, number)
             open_block, timer = (open_block, taken) if taken is not None else (None, "")
         if open_block is None:
-            _read_arguments(line, arguments)
+            argument = _ARGUMENT.search(line)
+            if argument is not None:
+                arguments.setdefault(argument["name"], argument["value"])
+            constant = _MICROBATCHES.search(line)
+            if constant is not None:
+                arguments["num_microbatches"] = constant["value"]
+            world = _WORLD.search(line)
+            if world is not None:
+                for name, value in world.groupdict().items():
+                    if value:
+                        arguments.setdefault(name, value)
     return _MegatronLog(blocks=tuple(blocks), arguments=arguments)
 
 
@@ -168,20 +178,6 @@ def _take(block: _TimerBlock, timer: str, line: str, number: int) -> str | None:
     for value in values:
         block.add(name, None, value, number)
     return ""
-
-
-def _read_arguments(line: str, arguments: dict[str, str]) -> None:
-    argument = _ARGUMENT.search(line)
-    if argument is not None:
-        arguments.setdefault(argument["name"], argument["value"])
-    constant = _MICROBATCHES.search(line)
-    if constant is not None:
-        arguments["num_microbatches"] = constant["value"]
-    world = _WORLD.search(line)
-    if world is not None:
-        for name, value in world.groupdict().items():
-            if value:
-                arguments.setdefault(name, value)
 
 
 # --- Megatron-LM's timer logs as measurements.

@@ -188,7 +188,18 @@ def read_step(files: Sequence[TraceSource]) -> TracedStep:
             has_operators = has_operators or bool(trace.process.operator_starts)
             for step, run in _runs_of(trace, stream):
                 runs[device][step].append(run)
-    step = _last_complete(runs)
+    most = {device: max(map(len, steps.values()), default=0) for device, steps in runs.items()}
+    everywhere = set.intersection(*(set(steps) for steps in runs.values()))
+    complete = [
+        step
+        for step in sorted(everywhere)
+        if all(len(runs[device][step]) == most[device] for device in runs)
+    ]
+    if not complete:
+        raise MeasurementError(
+            "no step is complete in the traces of all ranks; give traces of the same steps"
+        )
+    step = complete[-1]
     start_us = min(run.start_us for steps in runs.values() for run in steps[step])
     rows = tuple(tuple(_intervals(device, runs[device][step], start_us)) for device in sorted(runs))
     names = tuple(f"rank {shown[device]}" for device in sorted(runs))
@@ -226,22 +237,6 @@ def _runs_of(trace: RankTrace, stream: object | None) -> Iterator[tuple[int, _Tr
             step = pairs[event.name]
             pairs[event.name] += 1
             yield step, _TracedRun(parse_cell(event.name), event.start_us, event.end_us)
-
-
-def _last_complete(runs: Mapping[int, Mapping[int, Sequence[_TracedRun]]]) -> int:
-    """Return the last step in which every device ran as much as in its fullest step."""
-    most = {device: max(map(len, steps.values()), default=0) for device, steps in runs.items()}
-    everywhere = set.intersection(*(set(steps) for steps in runs.values()))
-    complete = [
-        step
-        for step in sorted(everywhere)
-        if all(len(runs[device][step]) == most[device] for device in runs)
-    ]
-    if not complete:
-        raise MeasurementError(
-            "no step is complete in the traces of all ranks; give traces of the same steps"
-        )
-    return complete[-1]
 
 
 def _intervals(device: int, runs: Iterable[_TracedRun], start_us: float) -> Iterator[Interval]:

@@ -249,20 +249,15 @@ def fit_links(transfers: Iterable[Transfer]) -> tuple[LinkFit, ...]:
     times: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in transfers:
         times[one.source, one.target][one.num_bytes].append(one.time_ms)
-    return tuple(_fit(pair, times[pair]) for pair in sorted(times))
-
-
-def _fit(pair: tuple[int, int], times: dict[int, list[float]]) -> LinkFit:
-    points = [(size, statistics.median(times[size])) for size in sorted(times)]
-    latency_ms, ms_per_byte = _line(points)
-    return LinkFit(
-        source=pair[0],
-        target=pair[1],
-        latency_ms=latency_ms,
-        bandwidth_gb_per_s=1e-6 / ms_per_byte if ms_per_byte > 0 else None,
-        num_transfers=sum(map(len, times.values())),
-        num_sizes=len(points),
-    )
+    fits = []
+    for source, target in sorted(times):
+        by_size = times[source, target]
+        points = [(size, statistics.median(by_size[size])) for size in sorted(by_size)]
+        latency_ms, ms_per_byte = _line(points)
+        bandwidth = 1e-6 / ms_per_byte if ms_per_byte > 0 else None
+        num_transfers = sum(map(len, by_size.values()))
+        fits.append(LinkFit(source, target, latency_ms, bandwidth, num_transfers, len(points)))
+    return tuple(fits)
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
@@ -627,19 +622,7 @@ def build_problem(
     fields["name"] = given.name or _name(measurements, base)
     if given.objective is not None:
         fields["objective"] = given.objective
-    fields["links"] = _with_measured_links(fields["links"], measurements, base)
-    try:
-        problem = Problem.parse(fields)
-    except ProblemError as error:
-        raise MeasurementError(f"the measurements make no problem:\n{error}") from None
-    own = [*_time_notes(times), *_link_notes(measurements)]
-    return BuiltProblem(problem, (*measurements.notes, *own, *notes))
-
-
-def _with_measured_links(
-    links: Sequence[dict[str, Any]], measurements: Measurements, base: Problem | None
-) -> list[dict[str, Any]]:
-    by_pair = {(link["from"], link["to"]): link for link in links}
+    by_pair = {(link["from"], link["to"]): link for link in fields["links"]}
     device_in = _device_in(base, measurements.placement) if base else {}
     for fit in measurements.links:
         source, target = (device_in.get(end, end) for end in (fit.source, fit.target))
@@ -649,25 +632,23 @@ def _with_measured_links(
             "latency_ms": fit.latency_ms,
             "bandwidth_gb_per_s": fit.bandwidth_gb_per_s,
         }
-    return [by_pair[pair] for pair in sorted(by_pair)]
-
-
-def _time_notes(times: Sequence[_StageTimes]) -> list[str]:
+    fields["links"] = [by_pair[pair] for pair in sorted(by_pair)]
+    try:
+        problem = Problem.parse(fields)
+    except ProblemError as error:
+        raise MeasurementError(f"the measurements make no problem:\n{error}") from None
     said = {one.note: None for one in times if one.note}  # each once, in order of stages
-    return [
+    own = [
         f"Stage {_listed(index for index, one in enumerate(times) if one.note == note)}: {note}"
         for note in said
     ]
-
-
-def _link_notes(measurements: Measurements) -> list[str]:
     single = [f"{fit.source} -> {fit.target}" for fit in measurements.links if fit.num_sizes == 1]
-    if not single:
-        return []
-    return [
-        f"Messages of one size only were measured on links {', '.join(single)}: "
-        "their latency is part of the bandwidth."
-    ]
+    if single:
+        own.append(
+            f"Messages of one size only were measured on links {', '.join(single)}: "
+            "their latency is part of the bandwidth."
+        )
+    return BuiltProblem(problem, (*measurements.notes, *own, *notes))
 
 
 def _device_in(base: Problem, placement: Sequence[int]) -> dict[int, int]:
@@ -809,13 +790,13 @@ def stage_times(
     recompute = medians.get("RECOMPUTE", base.recompute_ms if base else None)
     if "F" not in medians:
         note = f"{note} F was not measured; the base problem's time is kept.".strip()
-    if "RECOMPUTE" not in medians and base is not None and _has_recompute(base):
+    if (
+        "RECOMPUTE" not in medians
+        and base is not None
+        and (base.can_recompute or any(mode.recompute == "apart" for mode in base.modes))
+    ):
         note = f"{note} RECOMPUTE was not measured; the base problem's time is kept.".strip()
     return _StageTimes(forward, backward_input, backward_weight, fused, recompute, note)
-
-
-def _has_recompute(base: Stage) -> bool:
-    return base.can_recompute or any(mode.recompute == "apart" for mode in base.modes)
 
 
 def _backward(

@@ -95,7 +95,30 @@ def draw_figure(views: Sequence[View]) -> Any:
     is_mixed = any(len(drawing.bars) > MOST_SHAPES for drawing in drawings)
     mixed = "; a column of pixels mixes the colours of all that happens in it"
     last.set_xlabel(f"time (ms){mixed if is_mixed else ''}")
-    _draw_legend(figure, views)
+    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    used = {action.type for view in views for program in view.programs for action in program}
+    handles: list[Any] = [
+        Patch(color=COLOURS[kind][0], label=f"{LETTERS.get(kind, '')} {NAMES[kind]}".strip())
+        for kind in ActionType
+        if kind in used and kind in NAMES
+    ]
+    handles.append(Patch(color=_LOOK.bubble, label="bubble"))
+    label = "activations"
+    if any(len(view.problem.devices) > _MOST_CURVES for view in views):
+        label = "held by the emptiest to the fullest device"
+    else:
+        handles.append(Patch(color=_LOOK.static, label="weights, gradients, optimizer"))
+    handles += [
+        Patch(color=_LOOK.memory, alpha=_MEMORY_OPACITY, label=label),
+        Line2D([], [], color=_LOOK.limit, linewidth=0.9, label="memory limit"),
+    ]
+    if any(view.has_bound_line for view in views):
+        handles.append(
+            Line2D([], [], color=_LOOK.bound, linewidth=1.2, linestyle="--", label="lower bound")
+        )
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     return figure
 
 
@@ -148,24 +171,17 @@ def _svg_of(figure: Any) -> bytes:
 def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
     from matplotlib import rc_context  # noqa: PLC0415 - an optional extra
 
-    _settle(figure)
-    options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
-    stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    with rc_context(options):
-        figure.savefig(target, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
-
-
-def _settle(figure: Any) -> None:
-    """Lay a figure out once, and round: the solver of the layout differs in the last bits.
-
-    With "none" for an engine, `savefig` would still draw once more to lay out.
-    """
+    # With "none" for an engine, `savefig` would still draw once more to lay out.
     engine = figure.get_layout_engine()
     engine.set(w_pad=_PAD_INCHES)  # texts of a file are a little wider than those of the layout
     engine.execute(figure)
     figure.set_layout_engine(None)
     for axes in figure.axes:
         axes.set_position([round(edge, 5) for edge in axes.get_position().bounds])
+    options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
+    stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with rc_context(options):
+        figure.savefig(target, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
 
 
 def _plain_text(text: str) -> str:
@@ -194,7 +210,25 @@ def _draw_view(gantt: Any, memory: Any, view: View, drawing: Drawing, *, length_
         gantt.axvline(view.bound_ms, color=_LOOK.bound, linewidth=1.2, linestyle="--", zorder=4)
     _label_rows(gantt, [_plain_text(device.name) for device in problem.devices], 0.0, 8)
     if len(problem.devices) > _MOST_CURVES:
-        _draw_range(memory, problem, drawing)
+        # For more devices than a picture has room for curves.
+        edges = np.linspace(0.0, drawing.makespan_ms, _NUM_MEMORY_COLUMNS + 1)
+        shares = np.array(
+            [
+                peaks_of(curve, drawing.makespan_ms, edges) / max(1, device.usable_bytes)
+                for curve, device in zip(drawing.memory, problem.devices, strict=True)
+            ]
+        )
+        shares = np.concatenate([shares, shares[:, -1:]], axis=1)
+        most, least = shares.max(axis=0), shares.min(axis=0)
+        options: dict[str, Any] = {"step": "post", "linewidth": 0}
+        memory.fill_between(
+            edges, least, most, color=_LOOK.memory, alpha=_MEMORY_OPACITY, **options
+        )
+        memory.fill_between(edges, 1.0, np.maximum(most, 1.0), color=_LOOK.limit, **options)
+        memory.plot(edges, most, drawstyle="steps-post", color=_LOOK.memory, linewidth=1.0)
+        memory.hlines(1.0, 0, drawing.makespan_ms, colors=_LOOK.limit, linewidth=0.9)
+        memory.set_ylim(0.0, 1.12 * max(1.0, float(most.max())))
+        memory.set_yticks([0.0, 0.5, 1.0], ["0", "50%", "100% of the limit"])
         memory.tick_params(axis="y", length=0, labelsize=7)
         _plain_frame(memory)
         return
@@ -216,33 +250,6 @@ def _label_rows(axis: Any, labels: Sequence[str], offset: float, size: int) -> N
 def _plain_frame(axis: Any) -> None:
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
-
-
-def _draw_legend(figure: Any, views: Sequence[View]) -> None:
-    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
-    used = {action.type for view in views for program in view.programs for action in program}
-    handles: list[Any] = [
-        Patch(color=COLOURS[kind][0], label=f"{LETTERS.get(kind, '')} {NAMES[kind]}".strip())
-        for kind in ActionType
-        if kind in used and kind in NAMES
-    ]
-    handles.append(Patch(color=_LOOK.bubble, label="bubble"))
-    label = "activations"
-    if any(len(view.problem.devices) > _MOST_CURVES for view in views):
-        label = "held by the emptiest to the fullest device"
-    else:
-        handles.append(Patch(color=_LOOK.static, label="weights, gradients, optimizer"))
-    handles += [
-        Patch(color=_LOOK.memory, alpha=_MEMORY_OPACITY, label=label),
-        Line2D([], [], color=_LOOK.limit, linewidth=0.9, label="memory limit"),
-    ]
-    if any(view.has_bound_line for view in views):
-        handles.append(
-            Line2D([], [], color=_LOOK.bound, linewidth=1.2, linestyle="--", label="lower bound")
-        )
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
 
 # --- The Gantt chart of one panel of an image file.
@@ -274,13 +281,6 @@ def _draw_gantt(
     if len(bars) > MOST_SHAPES:
         _draw_pixels(axis, bars, num_devices, lanes, length_ms)
         return
-    _draw_shapes(axis, bars, lanes)
-    inches_per_ms = width_inches / length_ms if length_ms > 0 else 0.0
-    _label(axis, bars, inches_per_ms)
-
-
-def _draw_shapes(axis: Any, bars: Bars, lanes: Sequence[LaneEdges]) -> None:
-    """Draw all bars of a colour as one path, in which a bar takes a few bytes."""
     from matplotlib.patches import PathPatch  # noqa: PLC0415 - an optional extra
 
     edges = np.array(lanes)[bars.lane] + bars.device[:, np.newaxis]
@@ -293,6 +293,8 @@ def _draw_shapes(axis: Any, bars: Bars, lanes: Sequence[LaneEdges]) -> None:
                 outline, facecolor=BAR_COLOURS[code], edgecolor="white", linewidth=_EDGE, zorder=2
             )
         )
+    inches_per_ms = width_inches / length_ms if length_ms > 0 else 0.0
+    _label(axis, bars, inches_per_ms)
 
 
 def _outline(
@@ -385,29 +387,6 @@ def _draw_curves(axis: Any, problem: Problem, drawing: Drawing, *, length_ms: fl
         axis.hlines(top, 0, end, colors=_LOOK.limit, linewidth=0.9)
 
 
-def _draw_range(axis: Any, problem: Problem, drawing: Drawing) -> None:
-    """Draw what the fullest and the emptiest device hold at each moment, as shares of limits.
-
-    For more devices than a picture has room for curves.
-    """
-    edges = np.linspace(0.0, drawing.makespan_ms, _NUM_MEMORY_COLUMNS + 1)
-    shares = np.array(
-        [
-            peaks_of(curve, drawing.makespan_ms, edges) / max(1, device.usable_bytes)
-            for curve, device in zip(drawing.memory, problem.devices, strict=True)
-        ]
-    )
-    shares = np.concatenate([shares, shares[:, -1:]], axis=1)
-    most, least = shares.max(axis=0), shares.min(axis=0)
-    options: dict[str, Any] = {"step": "post", "linewidth": 0}
-    axis.fill_between(edges, least, most, color=_LOOK.memory, alpha=_MEMORY_OPACITY, **options)
-    axis.fill_between(edges, 1.0, np.maximum(most, 1.0), color=_LOOK.limit, **options)
-    axis.plot(edges, most, drawstyle="steps-post", color=_LOOK.memory, linewidth=1.0)
-    axis.hlines(1.0, 0, drawing.makespan_ms, colors=_LOOK.limit, linewidth=0.9)
-    axis.set_ylim(0.0, 1.12 * max(1.0, float(most.max())))
-    axis.set_yticks([0.0, 0.5, 1.0], ["0", "50%", "100% of the limit"])
-
-
 def _peak_label(problem: Problem, programs: Programs, device: int) -> str:
     """Return a device's name, peak and limit, with a word where the limit is exceeded."""
     peak = device_peak_bytes(problem, device, programs[device])
@@ -457,7 +436,20 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
         _draw_line(
             axes, line, unit, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
         )
-    _draw_frontier_edges(axes, lines, unit)
+    points = [point for line in lines for point in line.points]
+    bottom, top = edges(points)
+    axes.set_ylim(bottom, top)
+    nothing = sorted({point.limit_bytes / unit.size for point in points if not is_open(point)})
+    axes.plot(
+        nothing,
+        [bottom] * len(nothing),
+        linestyle="none",
+        marker="x",
+        color="#c5221f",
+        label="nothing fits (proven)" if nothing else "_",
+        clip_on=False,
+        zorder=4,
+    )
     axes.set(
         xlabel=f"memory per device ({unit.name})", ylabel="objective (ms)", title=_plain_text(title)
     )
@@ -529,24 +521,6 @@ def _draw_line(axes: Any, line: FrontierLine, unit: Unit, colour: str, *, is_nam
         color=colour,
         alpha=_SHADE,
         linewidth=0,
-    )
-
-
-def _draw_frontier_edges(axes: Any, lines: Sequence[FrontierLine], unit: Unit) -> None:
-    """Fit the frame to the numbers, and mark on its lower edge where nothing fits."""
-    points = [point for line in lines for point in line.points]
-    bottom, top = edges(points)
-    axes.set_ylim(bottom, top)
-    nothing = sorted({point.limit_bytes / unit.size for point in points if not is_open(point)})
-    axes.plot(
-        nothing,
-        [bottom] * len(nothing),
-        linestyle="none",
-        marker="x",
-        color="#c5221f",
-        label="nothing fits (proven)" if nothing else "_",
-        clip_on=False,
-        zorder=4,
     )
 
 

@@ -96,7 +96,12 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     `IllegalScheduleError` if programs get stuck.
     """
     drawings = [view.drawing for view in views]
-    time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))
+    length_ms = max((drawing.makespan_ms for drawing in drawings), default=0.0)
+    length = length_ms or 1.0
+    start, end = -_MARGIN * length, (1 + _MARGIN) * length
+    time = Range1d(
+        start=start, end=end, bounds=(start, end), min_interval=_CLOSEST * length, name="time"
+    )
     tags = [length_of(view.problem, drawing) for view, drawing in zip(views, drawings, strict=True)]
     border_px = left_border([device.name for view in views for device in view.problem.devices])
     has_sides = any(has_side_lanes(drawing.bars) for drawing in drawings)
@@ -121,7 +126,11 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
         plot.visible = memory["select"].visible = drawing.has_memory
         parts.append(gantt | memory)
     follow = _follow(views, theme)
-    script = _script_of(parts, follow, time)
+    args = {"parts": parts, "follow": follow, "time": time, "veil": VEIL_CODE, "most": MOST_AT_ONCE}
+    script = CustomJS(args=args, code=_script("titles", "labels", "schedules"))
+    follow.js_on_change("value", script)
+    time.js_on_change("start", script)
+    time.js_on_change("end", script)
     for view, bars, part in zip(views, all_bars, parts, strict=True):
         _connect(view, bars, part, script)
     if figures:
@@ -135,25 +144,6 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     )
     legend = Div(text=samples, sizing_mode="stretch_width", margin=(2, 0, 4, 0))
     return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules", tags=tags)
-
-
-def _time_axis(length_ms: float) -> Range1d:
-    """Return the axis that all figures share; it zooms in, and never out of the picture."""
-    length = length_ms or 1.0
-    start, end = -_MARGIN * length, (1 + _MARGIN) * length
-    return Range1d(
-        start=start, end=end, bounds=(start, end), min_interval=_CLOSEST * length, name="time"
-    )
-
-
-def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Range1d) -> CustomJS:
-    """Return the one script of all figures; it runs when what they share changes."""
-    args = {"parts": parts, "follow": follow, "time": time, "veil": VEIL_CODE, "most": MOST_AT_ONCE}
-    script = CustomJS(args=args, code=_script("titles", "labels", "schedules"))
-    follow.js_on_change("value", script)
-    time.js_on_change("start", script)
-    time.js_on_change("end", script)
-    return script
 
 
 def _connect(view: View, bars: GlyphRenderer[Any], part: dict[str, Any], script: CustomJS) -> None:
@@ -265,21 +255,19 @@ def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_name
         line_dash="dashed",
         line_width=1.5,
     )
-    source = ColumnDataSource(_columns(line, steps.found, unit))
+    source = ColumnDataSource(
+        {
+            "memory": [point.limit_bytes / unit.size for point in steps.found],
+            "ms": [point.objective_ms for point in steps.found],
+            "name": [line.label for _ in steps.found],
+            "told": [_told(point) for point in steps.found],
+        }
+    )
     shape: dict[str, Any] = {"mode": "after", "line_color": colour, "line_width": 2}
     plot.step(source=source, x="memory", y="ms", **shape, **named)
     dots = plot.scatter(source=source, x="memory", y="ms", size=7, color=colour)
     tooltips = [("", "@name"), ("memory", f"@memory{{0.[000]}} {unit.name}"), ("", "@told")]
     plot.add_tools(HoverTool(renderers=[dots], tooltips=tooltips))
-
-
-def _columns(line: FrontierLine, found: Sequence[Point], unit: Unit) -> dict[str, list[Any]]:
-    return {
-        "memory": [point.limit_bytes / unit.size for point in found],
-        "ms": [point.objective_ms for point in found],
-        "name": [line.label for _ in found],
-        "told": [_told(point) for point in found],
-    }
 
 
 def _told(point: Point) -> str:

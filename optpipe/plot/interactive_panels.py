@@ -110,7 +110,14 @@ def draw_gantt(
     _label_devices(plot, view, drawing)
     _draw_bubbles(plot, drawing, num_devices, look, has_sides=has_sides)
     source = ColumnDataSource(_columns(drawing.bars, has_sides=has_sides))
-    bars = _draw_bars(plot, source, look)
+    is_outlined = len(source.data["left"]) <= _MOST_OUTLINED
+    bars: GlyphRenderer[Any] = plot.quad(
+        source=source,
+        fill_color=_colour_of_code(look),
+        line_color=look.page if is_outlined else None,
+        line_width=0.6,
+        name="bars",
+    )
     labels = ColumnDataSource({name: [] for name in _LABEL_COLUMNS})
     _draw_labels(plot, labels, "glyph")
     path = _draw_path(plot, look)
@@ -137,7 +144,10 @@ def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
     """Return a row per bar, in types that are small and exact enough to draw and to describe."""
     lanes = np.array(places(has_sides=has_sides))[bars.lane]
     middle = bars.device[:, np.newaxis]
-    time = _time_type(bars)
+    lengths = (bars.end - bars.start)[bars.end > bars.start]
+    step = float(bars.end.max(initial=0.0)) / 2**_FLOAT32_BITS
+    is_exact = len(lengths) == 0 or step <= _SHORTEST_SHARE * float(lengths.min())
+    time = np.float32 if is_exact else np.float64
     return {
         "left": bars.start.astype(time),
         "right": bars.end.astype(time),
@@ -150,14 +160,6 @@ def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
         "before": bars.before.astype(np.float32),
         "after": bars.after.astype(np.float32),
     }
-
-
-def _time_type(bars: Bars) -> type[np.floating[Any]]:
-    """Return float32 where its steps are a thousandth of the shortest bar, or shorter."""
-    lengths = (bars.end - bars.start)[bars.end > bars.start]
-    step = float(bars.end.max(initial=0.0)) / 2**_FLOAT32_BITS
-    is_exact = len(lengths) == 0 or step <= _SHORTEST_SHARE * float(lengths.min())
-    return np.float32 if is_exact else np.float64
 
 
 def _narrow(column: NDArray[np.int32]) -> NDArray[Any]:
@@ -179,18 +181,6 @@ def _draw_bubbles(
         fill_color=look.bubble,
         line_color=None,
     )
-
-
-def _draw_bars(plot: Any, source: ColumnDataSource, look: Palette) -> GlyphRenderer[Any]:
-    is_outlined = len(source.data["left"]) <= _MOST_OUTLINED
-    drawn: GlyphRenderer[Any] = plot.quad(
-        source=source,
-        fill_color=_colour_of_code(look),
-        line_color=look.page if is_outlined else None,
-        line_width=0.6,
-        name="bars",
-    )
-    return drawn
 
 
 def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:

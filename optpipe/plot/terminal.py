@@ -92,8 +92,32 @@ class _Picture:
         yield self._title()
         shown = _spread(len(self.problem.devices), self.view.max_devices)
         for device in shown:
-            yield from self._device(device)
-        yield from self._axis()
+            compute = self._lane(device, "compute")
+            busy = sum(item.end - item.start for item in compute)
+            share = format_share(busy / self.end_ms) if self.end_ms > 0 else "-"
+            name = self.problem.devices[device].name
+            yield self._row(name, self._compute(compute), Text(f"busy {share}"), _BOLD)
+            if self.shared:
+                yield self._order(compute)
+            yield from self._moves(self._lane(device, "d2h"), ActionType.OFFLOAD, self.glyphs.down)
+            yield from self._moves(self._lane(device, "h2d"), ActionType.RELOAD, self.glyphs.up)
+            syncs = self._lane(device, "grad_sync")
+            if syncs:
+                yield self._row(" grads", self._grad_syncs(syncs), Text("reduction"), _DIM)
+            yield self._row(" memory", *self._memory(device), _DIM)
+        step = tick_step(self.length_ms, self.columns // 12)
+        ruler = [self.glyphs.ruler] * self.columns
+        labels = [" "] * (self.columns + 12)
+        tick = 0.0
+        while tick <= self.length_ms * (1 + 1e-9) and self.length_ms > 0:
+            column = min(self.columns - 1, round(tick / self.length_ms * self.columns))
+            ruler[column] = self.glyphs.tick
+            text = f"{tick:,.10g}"
+            labels[column : column + len(text)] = text
+            tick += step
+        yield Text(" " * self.gutter + "".join(ruler), style=_DIM)
+        text = "".join(labels).rstrip() + " ms"
+        yield Text("ms".ljust(self.gutter) + text.removesuffix(" ms"), style=_DIM)
         if len(shown) < len(self.problem.devices):
             count = f"{len(shown)} of {len(self.problem.devices)} devices shown, evenly spaced"
             yield Text(" " * self.gutter + count, style=_DIM)
@@ -106,21 +130,6 @@ class _Picture:
         line.append(f"  makespan {format_ms(self.end_ms)} ms")
         line.append(f"  bubble {format_share(bubble_rate(self.problem, self.end_ms))}")
         return line
-
-    def _device(self, device: int) -> Iterator[Text]:
-        compute = self._lane(device, "compute")
-        busy = sum(item.end - item.start for item in compute)
-        share = format_share(busy / self.end_ms) if self.end_ms > 0 else "-"
-        name = self.problem.devices[device].name
-        yield self._row(name, self._compute(compute), Text(f"busy {share}"), _BOLD)
-        if self.shared:
-            yield self._order(compute)
-        yield from self._moves(self._lane(device, "d2h"), ActionType.OFFLOAD, self.glyphs.down)
-        yield from self._moves(self._lane(device, "h2d"), ActionType.RELOAD, self.glyphs.up)
-        syncs = self._lane(device, "grad_sync")
-        if syncs:
-            yield self._row(" grads", self._grad_syncs(syncs), Text("reduction"), _DIM)
-        yield self._row(" memory", *self._memory(device), _DIM)
 
     def _order(self, compute: list[Interval]) -> Text:
         """Return the order of passes in short, cut off where it is too long for a line."""
@@ -253,21 +262,6 @@ class _Picture:
             return self.glyphs.over
         share = (level - static) / (limit - static) if limit > static else 1.0
         return self.glyphs.levels[1 + min(_LEVELS - 1, int(share * _LEVELS))]
-
-    def _axis(self) -> Iterator[Text]:
-        step = tick_step(self.length_ms, self.columns // 12)
-        ruler = [self.glyphs.ruler] * self.columns
-        labels = [" "] * (self.columns + 12)
-        tick = 0.0
-        while tick <= self.length_ms * (1 + 1e-9) and self.length_ms > 0:
-            column = min(self.columns - 1, round(tick / self.length_ms * self.columns))
-            ruler[column] = self.glyphs.tick
-            text = f"{tick:,.10g}"
-            labels[column : column + len(text)] = text
-            tick += step
-        yield Text(" " * self.gutter + "".join(ruler), style=_DIM)
-        text = "".join(labels).rstrip() + " ms"
-        yield Text("ms".ljust(self.gutter) + text.removesuffix(" ms"), style=_DIM)
 
     def _legend(self) -> Iterator[Text]:
         low, high = self.glyphs.levels[1], self.glyphs.levels[-1]
