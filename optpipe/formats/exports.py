@@ -131,10 +131,13 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
         _expect_queues(device, program)
     run = simulate(problem, programs)
     rows = _JointOrder(problem, programs, run).rows()
-    text = "".join(
-        f"    (  # device {device}\n" + "".join(map(_row, row)) + "    ),\n"
-        for device, row in enumerate(rows)
-    )
+    text = ""
+    for device, row in enumerate(rows):
+        text += f"    (  # device {device}\n"
+        for node in row:
+            times = (round(node.start, 6), round(node.end, 6))
+            text += f"        {(*node[:4], *times, *node[6:])!r},\n"
+        text += "    ),\n"
     return _TEMPLATE.format(
         problem_hash=problem.problem_hash,
         planned=run.makespan_ms,
@@ -274,12 +277,6 @@ class _JointOrder:
         return self._placement[stage]
 
 
-def _row(node: _Node) -> str:
-    numbers = (round(node.start, 6), round(node.end, 6))
-    cells = (node.type, node.microbatch, node.chunk, node.layer_group, *numbers, *node[6:])
-    return f"        {cells!r},\n"
-
-
 def _flags(problem: Problem) -> str:
     """Return the flags that make the runtime place chunks as the problem does."""
     chunks = len(problem.stages) // len(problem.devices)
@@ -384,37 +381,33 @@ _QUEUES = {
 def _expect_queues(device: int, program: Program) -> None:
     last: dict[tuple[int, str], int] = {}
     for index, action in enumerate(program):
-        if action.mode:
-            raise _refused(
-                device, index, action, "the zero-bubble runtime has no modes beside keep and "
-                "offload; use optpipe.runtime, or solve a problem with that menu alone",
-            )  # fmt: skip
-        if action.paired:
-            raise _refused(
-                device, index, action, "runs together with the forward before it, and the "
-                "zero-bubble runtime runs one pass at a time; use optpipe.runtime or torch's, or "
-                "solve without pairs",
-            )  # fmt: skip
-        if action.type is ActionType.RECOMPUTE:
-            raise _refused(
-                device, index, action, "the zero-bubble runtime's R makes again only what a layer "
-                "handed in for it (norms, activation functions), not a whole forward; solve "
-                "without recompute_ms",
-            )  # fmt: skip
-        queue = (action.stage, _QUEUES[action.type])
+        queue = (action.stage, _QUEUES.get(action.type, ""))
         before = last.get(queue, -1)
-        if action.microbatch < before:
-            raise _refused(
-                device, index, action, f"comes after micro-batch {before}, but the zero-bubble "
-                f"runtime takes the {queue[1]} of a chunk in the order of the micro-batches, and "
-                "would make wrong gradients silently; use optpipe.runtime, or a schedule that "
-                "keeps the order",
-            )  # fmt: skip
         last[queue] = action.microbatch
-
-
-def _refused(device: int, index: int, action: Action, why: str) -> ScheduleFormatError:
-    return ScheduleFormatError(f"row {device + 1}, column {index + 1}: {action}: {why}")
+        if action.mode:
+            why = (
+                "the zero-bubble runtime has no modes beside keep and offload; use "
+                "optpipe.runtime, or solve a problem with that menu alone"
+            )
+        elif action.paired:
+            why = (
+                "runs together with the forward before it, and the zero-bubble runtime runs one "
+                "pass at a time; use optpipe.runtime or torch's, or solve without pairs"
+            )
+        elif action.type is ActionType.RECOMPUTE:
+            why = (
+                "the zero-bubble runtime's R makes again only what a layer handed in for it "
+                "(norms, activation functions), not a whole forward; solve without recompute_ms"
+            )
+        elif action.microbatch < before:
+            why = (
+                f"comes after micro-batch {before}, but the zero-bubble runtime takes the "
+                f"{queue[1]} of a chunk in the order of the micro-batches, and would make wrong "
+                "gradients silently; use optpipe.runtime, or a schedule that keeps the order"
+            )
+        else:
+            continue
+        raise ScheduleFormatError(f"row {device + 1}, column {index + 1}: {action}: {why}")
 
 
 # --- CSV, one row per device, as torch reads it.
@@ -585,8 +578,22 @@ def layout_text(stage_layers: Sequence[StageLayers], num_devices: int) -> str:
                 f"layers.{name} of the stages = {counts}: Megatron-Core has one, in the {place} "
                 "stage; correct them"
             )
-    _check_mtp(stage_layers, num_devices)
-    runs = [(stage, len(list(run))) for stage, run in groupby(map(_letters, stage_layers))]
+    where = [stage for stage, layers in enumerate(stage_layers) if layers.mtp]
+    after = where and any(layers.transformer for layers in stage_layers[where[0] + 1 :])
+    if len(where) > 1 or after or (where and where[0] < len(stage_layers) - num_devices):
+        raise InputError(
+            f"layers.mtp in stages {where}: Megatron-Core has all of them in one of the last "
+            f"{num_devices} stages, behind every transformer layer; move them"
+        )
+    letters = [
+        "".join(
+            letter if (n := getattr(layers, name)) == 1 else f"{letter}*{n}"
+            for letter, name in _FIELDS.items()
+            if getattr(layers, name)
+        )
+        for layers in stage_layers
+    ]
+    runs = [(stage, len(list(run))) for stage, run in groupby(letters)]
     # The last run is one stage, with the head: no group's closing bar ends the text.
     return "".join(f"{stage}|" if n == 1 else f"({stage}|)*{n}" for stage, n in runs)[:-1]
 
@@ -659,24 +666,6 @@ def _layers(problem: Problem) -> list[StageLayers]:
     return stage_layers
 
 
-def _check_mtp(stage_layers: Sequence[StageLayers], num_devices: int) -> None:
-    where = [stage for stage, layers in enumerate(stage_layers) if layers.mtp]
-    if not where:
-        return
-    after = any(layers.transformer for layers in stage_layers[where[0] + 1 :])
-    if len(where) > 1 or after or where[0] < len(stage_layers) - num_devices:
-        raise InputError(
-            f"layers.mtp in stages {where}: Megatron-Core has all of them in one of the last "
-            f"{num_devices} stages, behind every transformer layer; move them"
-        )
-
-
-def _letters(layers: StageLayers) -> str:
-    counts = ((layers.embedding, "E"), (layers.transformer, "t"), (layers.mtp, "m"))
-    inner = "".join(letter if n == 1 else f"{letter}*{n}" for n, letter in counts if n)
-    return inner + "L" * layers.head
-
-
 # --- Chrome traces.
 
 
@@ -691,11 +680,8 @@ _THREADS: dict[Lane, tuple[int, str]] = {
 def dump_chrome_trace(problem: Problem, programs: Programs) -> str:
     """Return legal programs, simulated, as the text of a trace file."""
     timeline = make_timeline(problem, programs)
-    rows = [
-        _TraceProcess(device, f"{device}: {own.name}") for device, own in enumerate(problem.devices)
-    ]
-    events = [*_events(problem, rows, timeline), *_sent(problem, timeline)]
-    return _dump(problem, events, _lengths(timeline))
+    events = [*_planned_events(problem, timeline), *_sent(problem, timeline)]
+    return _dump(problem, events, timeline)
 
 
 def dump_planned_beside_measured(
@@ -709,43 +695,39 @@ def dump_planned_beside_measured(
     * ``label``: what the measured rows are called, e.g. "measured, step 50".
     """
     timeline = make_timeline(problem, programs)
-    names = [f"{device}: {own.name}" for device, own in enumerate(problem.devices)]
-    planned = [_TraceProcess(2 * index, f"{name} planned") for index, name in enumerate(names)]
-    events = list(_events(problem, planned, timeline))
-    for index, (name, row) in enumerate(zip(names, measured, strict=True)):
-        process = _TraceProcess(2 * index + 1, f"{name} {label}")
-        times = times_of(programs[index], row)
-        events += _trace_row(process, row)
-        events += _counter(process, memory_curve(problem, index, programs[index], times))
-    events += _arrows(problem, [row.pid + 1 for row in planned], measured, first=len(events))
+    events = list(_planned_events(problem, timeline, step=2, label=" planned"))
+    for device, (own, row) in enumerate(zip(problem.devices, measured, strict=True)):
+        memory = memory_curve(problem, device, programs[device], times_of(programs[device], row))
+        events += _trace_row(2 * device + 1, f"{device}: {own.name} {label}", row, memory)
+    odd = range(1, 2 * len(programs), 2)
+    events += _arrows(problem, odd, measured, first=len(events))
     end = max((item.end for row in measured for item in row), default=0.0)
-    return _dump(problem, events, _lengths(timeline) | {"measured_ms": end})
+    return _dump(problem, events, timeline, measured_ms=end)
 
 
-class _TraceProcess(NamedTuple):
-    """A row of the picture."""
-
-    pid: int
-    name: str
-
-
-def _lengths(timeline: Timeline) -> dict[str, float]:
-    return {"makespan_ms": timeline.makespan_ms, "span_ms": timeline.span_ms}
-
-
-def _dump(problem: Problem, events: list[dict[str, Any]], lengths: dict[str, float]) -> str:
-    about = {"problem": problem.name, "problem_hash": problem.problem_hash}
-    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about | lengths}
+def _dump(
+    problem: Problem, events: list[dict[str, Any]], timeline: Timeline, **lengths: float
+) -> str:
+    about = {
+        "problem": problem.name,
+        "problem_hash": problem.problem_hash,
+        "makespan_ms": timeline.makespan_ms,
+        "span_ms": timeline.span_ms,
+        **lengths,
+    }
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
     return json.dumps(trace, allow_nan=False) + "\n"
 
 
-def _events(
-    problem: Problem, rows: Sequence[_TraceProcess], timeline: Timeline
+def _planned_events(
+    problem: Problem, timeline: Timeline, step: int = 1, label: str = ""
 ) -> Iterator[dict[str, Any]]:
-    for row, intervals, memory in zip(rows, timeline.intervals, timeline.memory, strict=True):
-        yield from _trace_row(row, intervals)
-        yield from _counter(row, memory)
-    yield from _arrows(problem, [row.pid for row in rows], timeline.intervals)
+    """Yield the events of the simulated rows, whose processes are numbered 0, step, 2 step, ..."""
+    rows = zip(problem.devices, timeline.intervals, timeline.memory, strict=True)
+    for device, (own, intervals, memory) in enumerate(rows):
+        yield from _trace_row(step * device, f"{device}: {own.name}{label}", intervals, memory)
+    pids = range(0, step * len(problem.devices), step)
+    yield from _arrows(problem, pids, timeline.intervals)
 
 
 def _arrows(
@@ -776,18 +758,6 @@ def _arrows(
         yield common | {"ph": "f", "bp": "e", "pid": process, "ts": _microseconds(item.start)}
 
 
-def _counter(row: _TraceProcess, memory: Sequence[tuple[float, int]]) -> Iterator[dict[str, Any]]:
-    for moment, held_bytes in memory:
-        yield {
-            "name": "memory",
-            "ph": "C",
-            "ts": _microseconds(moment),
-            "pid": row.pid,
-            "tid": 0,
-            "args": {"bytes": held_bytes},
-        }
-
-
 def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the queues of links: their names, and each message while it occupies one."""
     first = len(problem.devices)
@@ -812,17 +782,23 @@ def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def _trace_row(row: _TraceProcess, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:
+def _trace_row(
+    pid: int, name: str, intervals: Sequence[Interval], memory: Sequence[tuple[float, int]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the names of a row and its lanes, what ran on them, and the counter of memory."""
+    yield _metadata("process_name", pid, 0, {"name": name})
+    yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
     used = {item.lane for item in intervals}
-    yield _metadata("process_name", row.pid, 0, {"name": row.name})
-    yield _metadata("process_sort_index", row.pid, 0, {"sort_index": row.pid})
     for lane, (thread, label) in _THREADS.items():
         if lane in used:
-            yield _metadata("thread_name", row.pid, thread, {"name": label})
-            yield _metadata("thread_sort_index", row.pid, thread, {"sort_index": thread})
+            yield _metadata("thread_name", pid, thread, {"name": label})
+            yield _metadata("thread_sort_index", pid, thread, {"sort_index": thread})
     for item in intervals:
         if item.partner is None or item.action is None or not item.action.paired:
-            yield _complete(row.pid, item)
+            yield _complete(pid, item)
+    for moment, held_bytes in memory:
+        at, args = _microseconds(moment), {"bytes": held_bytes}
+        yield {"name": "memory", "ph": "C", "ts": at, "pid": pid, "tid": 0, "args": args}
 
 
 def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -831,24 +807,19 @@ def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dic
 
 def _complete(process: int, item: Interval) -> dict[str, Any]:
     start, end = _microseconds(item.start), _microseconds(item.end)
-    action = item.action
+    action, partner = item.action, item.partner
     args: dict[str, Any] = {}
-    name = "gradient reduction"
+    name, category = "gradient reduction", str(item.lane)
     if action is not None:
         args = {"stage": action.stage, "microbatch": action.microbatch}
-        (name,) = cells_of((action,) if item.partner is None else (action, item.partner))
-    if item.partner is not None:
-        args |= {
-            "backward_stage": item.partner.stage,
-            "backward_microbatch": item.partner.microbatch,
-        }
+        (name,) = cells_of((action,) if partner is None else (action, partner))
+        category = action.type.name.lower()
+    if partner is not None:
+        args |= {"backward_stage": partner.stage, "backward_microbatch": partner.microbatch}
+        category = "pair"
     return {
         "name": name,
-        "cat": item.lane
-        if action is None
-        else "pair"
-        if item.partner is not None
-        else action.type.name.lower(),
+        "cat": category,
         "ph": "X",
         "ts": start,
         "dur": round(end - start, 3),
