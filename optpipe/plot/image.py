@@ -27,7 +27,6 @@ from optpipe.plot.scene import (
     edges,
     has_side_lanes,
     headline,
-    is_open,
     peaks_of,
     pixels_of,
     places,
@@ -80,7 +79,12 @@ def draw_figure(views: Sequence[View]) -> Any:
     require_drawing(".svg")
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
 
-    gantt_inches, memory_inches = _heights(max(len(view.problem.devices) for view in views))
+    # Rows share a screenful where they are many.
+    num_devices = max(len(view.problem.devices) for view in views)
+    gantt_inches = min(_INCHES_PER_DEVICE * num_devices, _MAX_GANTT)
+    memory_inches = min(gantt_inches, _MAX_MEMORY)
+    if num_devices > _MOST_CURVES:
+        memory_inches = _RANGE_INCHES
     height = len(views) * (_TITLE_INCHES + gantt_inches + memory_inches) + _LEGEND_INCHES
     figure = Figure(figsize=(_WIDTH, min(height, _MAX_HEIGHT)), layout="constrained")
     drawings = [view.drawing for view in views]
@@ -122,34 +126,27 @@ def draw_figure(views: Sequence[View]) -> Any:
     return figure
 
 
-def _heights(num_devices: int) -> tuple[float, float]:
-    """Return inches of Gantt and memory; rows share a screenful where they are many."""
-    gantt = min(_INCHES_PER_DEVICE * num_devices, _MAX_GANTT)
-    if num_devices > _MOST_CURVES:
-        return gantt, _RANGE_INCHES
-    return gantt, min(gantt, _MAX_MEMORY)
-
-
 def save_figure(views: Sequence[View], path: Path | str) -> None:
     """Draw the panels into a file whose suffix chooses the format; equal input, equal bytes.
 
     Raises `InputError` if the suffix is none of `SUFFIXES`, or the file cannot be written. Raises
     `MissingExtraError` if matplotlib is not installed.
     """
-    _save_drawn(lambda: draw_figure(views), path)
+    _save(lambda: draw_figure(views), Path(path))
 
 
-def _save_drawn(draw: Callable[[], Any], path: Path | str) -> None:
-    """Draw a matplotlib Figure into a file; raises as `save_figure`."""
-    target = Path(path)
+def _save(draw: Callable[[], Any], target: Path) -> None:
     if target.suffix not in SUFFIXES:
         raise InputError(
             f"cannot draw {target.name}: the suffix chooses the format; use one of "
             f"{', '.join(SUFFIXES)}"
         )
-    figure = draw()
+    _write_file(target, _bytes_of(draw(), target.suffix))
+
+
+def _write_file(target: Path, content: bytes) -> None:
     try:
-        _write(figure, target, target.suffix)
+        target.write_bytes(content)
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
 
@@ -159,19 +156,14 @@ def draw_svg(views: Sequence[View]) -> bytes:
 
     Raises `MissingExtraError` if matplotlib is not installed.
     """
-    return _svg_of(draw_figure(views))
+    return _bytes_of(draw_figure(views), ".svg")
 
 
-def _svg_of(figure: Any) -> bytes:
-    file = io.BytesIO()
-    _write(figure, file, ".svg")
-    return file.getvalue()
-
-
-def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
+def _bytes_of(figure: Any, suffix: str) -> bytes:
     from matplotlib import rc_context  # noqa: PLC0415 - an optional extra
 
-    # With "none" for an engine, `savefig` would still draw once more to lay out.
+    # Lay out once, and round: the solver of the layout differs in the last bits. With "none" for
+    # an engine, `savefig` would still draw once more to lay out.
     engine = figure.get_layout_engine()
     engine.set(w_pad=_PAD_INCHES)  # texts of a file are a little wider than those of the layout
     engine.execute(figure)
@@ -180,8 +172,10 @@ def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
         axes.set_position([round(edge, 5) for edge in axes.get_position().bounds])
     options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
     stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    file = io.BytesIO()
     with rc_context(options):
-        figure.savefig(target, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
+        figure.savefig(file, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
+    return file.getvalue()
 
 
 def _plain_text(text: str) -> str:
@@ -282,12 +276,17 @@ def _draw_gantt(
         _draw_pixels(axis, bars, num_devices, lanes, length_ms)
         return
     from matplotlib.patches import PathPatch  # noqa: PLC0415 - an optional extra
+    from matplotlib.path import Path as Outline  # noqa: PLC0415
 
     edges = np.array(lanes)[bars.lane] + bars.device[:, np.newaxis]
     codes = codes_of(bars)
     for code in np.unique(codes):
         rows = codes == code
-        outline = _outline(bars.start[rows], bars.end[rows], edges[rows])
+        start, end, (top, bottom) = bars.start[rows], bars.end[rows], edges[rows].T
+        corners = [(start, top), (end, top), (end, bottom), (start, bottom), (start, top)]
+        vertices = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+        steps = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY]
+        outline = Outline(vertices.reshape(-1, 2), np.tile(steps, len(start)))
         axis.add_patch(
             PathPatch(
                 outline, facecolor=BAR_COLOURS[code], edgecolor="white", linewidth=_EDGE, zorder=2
@@ -295,18 +294,6 @@ def _draw_gantt(
         )
     inches_per_ms = width_inches / length_ms if length_ms > 0 else 0.0
     _label(axis, bars, inches_per_ms)
-
-
-def _outline(
-    start: NDArray[np.float64], end: NDArray[np.float64], edges: NDArray[np.float64]
-) -> Any:
-    from matplotlib.path import Path  # noqa: PLC0415 - an optional extra
-
-    top, bottom = edges[:, 0], edges[:, 1]
-    corners = [(start, top), (end, top), (end, bottom), (start, bottom), (start, top)]
-    vertices = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
-    steps = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
-    return Path(vertices.reshape(-1, 2), np.tile(steps, len(start)))
 
 
 def _label(axis: Any, bars: Bars, inches_per_ms: float) -> None:
@@ -335,16 +322,18 @@ def _draw_pixels(
 
     The idle share of a column is transparent and shows the bubble's colour.
     """
+    rows = [[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in BAR_COLOURS]
+    palette = np.array(rows, np.float32)
     pixels = pixels_of(
-        bars, _palette(), num_devices=num_devices, length_ms=length_ms, num_columns=_NUM_COLUMNS
+        bars, palette, num_devices=num_devices, length_ms=length_ms, num_columns=_NUM_COLUMNS
     )
     drawn = np.round(255 * np.concatenate([pixels.colour, pixels.busy[..., np.newaxis]], axis=3))
     image = np.zeros((num_devices, _ROWS_PER_DEVICE, _NUM_COLUMNS, 4), np.uint8)
     heights = (np.arange(_ROWS_PER_DEVICE) + 0.5) / _ROWS_PER_DEVICE - 0.5
     for lane, place in enumerate(lanes):
-        rows = np.flatnonzero((heights >= place.top) & (heights <= place.bottom))
+        inside = np.flatnonzero((heights >= place.top) & (heights <= place.bottom))
         seen = drawn[:, lane, np.newaxis]
-        image[:, rows] = np.where(seen[..., 3:] > 0, seen, image[:, rows])
+        image[:, inside] = np.where(seen[..., 3:] > 0, seen, image[:, inside])
     axis.imshow(
         image.reshape(num_devices * _ROWS_PER_DEVICE, _NUM_COLUMNS, 4),
         extent=(0.0, length_ms, num_devices - 0.5, -0.5),
@@ -352,11 +341,6 @@ def _draw_pixels(
         origin="upper",
         zorder=2,
     )
-
-
-def _palette() -> NDArray[np.float32]:
-    rows = [[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in BAR_COLOURS]
-    return np.array(rows, np.float32)
 
 
 # --- The memory chart of one panel of an image file: what devices hold against their limits.
@@ -428,6 +412,8 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
     """
     require_drawing(".svg")
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
 
     figure = Figure(figsize=_FRONTIER_SIZE, layout="constrained")
     axes = figure.add_subplot()
@@ -439,7 +425,7 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
     points = [point for line in lines for point in line.points]
     bottom, top = edges(points)
     axes.set_ylim(bottom, top)
-    nothing = sorted({point.limit_bytes / unit.size for point in points if not is_open(point)})
+    nothing = sorted({point.limit_bytes / unit.size for point in points if point.is_infeasible})
     axes.plot(
         nothing,
         [bottom] * len(nothing),
@@ -457,7 +443,19 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    _draw_frontier_legend(figure)
+    handles, labels = axes.get_legend_handles_labels()
+    known: list[Any] = [
+        Line2D([], [], color="#5f6368", linestyle="--", linewidth=1.0),
+        Patch(color="#5f6368", alpha=_SHADE),
+    ]
+    figure.legend(
+        handles=[*handles, *known],
+        labels=[*labels, "lower bound", "not decided"],
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
     return figure
 
 
@@ -466,7 +464,7 @@ def frontier_svg(lines: Sequence[FrontierLine], title: str = "") -> bytes:
 
     Raises `MissingExtraError` if matplotlib is not installed.
     """
-    return _svg_of(draw_frontier(lines, title))
+    return _bytes_of(draw_frontier(lines, title), ".svg")
 
 
 def save_frontier(lines: Sequence[FrontierLine], path: Path | str, title: str = "") -> None:
@@ -477,16 +475,13 @@ def save_frontier(lines: Sequence[FrontierLine], path: Path | str, title: str = 
     """
     target = Path(path)
     if target.suffix != ".html":
-        _save_drawn(lambda: draw_frontier(lines, title), target)
+        _save(lambda: draw_frontier(lines, title), target)
         return
     require_drawing(".html")
     from optpipe.plot.interactive import chart_html, frontier_chart  # noqa: PLC0415 - an extra
 
     page = chart_html(frontier_chart(lines, ""), title=title or "frontier")
-    try:
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
+    _write_file(target, page.encode())
 
 
 def _draw_line(axes: Any, line: FrontierLine, unit: Unit, colour: str, *, is_named: bool) -> None:
@@ -521,24 +516,4 @@ def _draw_line(axes: Any, line: FrontierLine, unit: Unit, colour: str, *, is_nam
         color=colour,
         alpha=_SHADE,
         linewidth=0,
-    )
-
-
-def _draw_frontier_legend(figure: Any) -> None:
-    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
-    (axes,) = figure.axes
-    handles, labels = axes.get_legend_handles_labels()
-    known: list[Any] = [
-        Line2D([], [], color="#5f6368", linestyle="--", linewidth=1.0),
-        Patch(color="#5f6368", alpha=_SHADE),
-    ]
-    figure.legend(
-        handles=[*handles, *known],
-        labels=[*labels, "lower bound", "not decided"],
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
     )

@@ -57,7 +57,6 @@ from optpipe.plot.scene import (
     COMPONENTS,
     LINE_COLOURS,
     PALETTES,
-    Palette,
     Theme,
     Unit,
     edges,
@@ -125,7 +124,18 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
         figures += [gantt["gantt"], plot]
         plot.visible = memory["select"].visible = drawing.has_memory
         parts.append(gantt | memory)
-    follow = _follow(views, theme)
+    last_microbatch = max((view.problem.num_microbatches for view in views), default=1) - 1
+    follow = NumericInput(
+        title="follow micro-batch",
+        low=0,
+        high=last_microbatch,
+        value=None,
+        placeholder=f"0 to {last_microbatch}",
+        width=150,
+        margin=INPUT_MARGIN,
+        name="follow",
+        stylesheets=[InlineStyleSheet(css=css_of(theme))],
+    )
     args = {"parts": parts, "follow": follow, "time": time, "veil": VEIL_CODE, "most": MOST_AT_ONCE}
     script = CustomJS(args=args, code=_script("titles", "labels", "schedules"))
     follow.js_on_change("value", script)
@@ -173,21 +183,6 @@ def _script(*names: str) -> str:
     return "\n".join(folder.joinpath(f"{name}.mjs").read_text("utf-8") for name in names)
 
 
-def _follow(views: Sequence[View], theme: Theme) -> NumericInput:
-    most = max((view.problem.num_microbatches for view in views), default=1) - 1
-    return NumericInput(
-        title="follow micro-batch",
-        low=0,
-        high=most,
-        value=None,
-        placeholder=f"0 to {most}",
-        width=150,
-        margin=INPUT_MARGIN,
-        name="follow",
-        stylesheets=[InlineStyleSheet(css=css_of(theme))],
-    )
-
-
 # --- The frontier of a sweep to zoom into: the best objective and its bound over the memory limit.
 
 _HEIGHT_PX = 400
@@ -220,20 +215,42 @@ def frontier_chart(
         _add_line(
             plot, line, unit, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
         )
-    _draw_infeasible(plot, points, unit, bottom + _FOOT * (top - bottom), look)
-    _place_legend(plot)
-    parts = [_heading(title, look), plot] if title else [plot]
+    nothing = sorted({point.limit_bytes / unit.size for point in points if point.is_infeasible})
+    if nothing:
+        plot.scatter(
+            x=nothing,
+            y=[bottom + _FOOT * (top - bottom)] * len(nothing),
+            marker="x",
+            size=11,
+            line_width=2,
+            color=look.limit,
+            legend_label="nothing fits (proven)",
+        )
+    # The legend is below the plot: inside, it would cover points. Without a line there is none.
+    for legend in plot.legend:
+        legend.orientation = "horizontal"
+        legend.ncols = 3
+        legend.click_policy = "hide"
+        plot.add_layout(legend, "below")
+    parts: list[Any] = [plot]
+    if title:
+        # HTML, which breaks into lines where the page is narrow.
+        font = f"bold 13px {FONT}"
+        styles: dict[str, str | None] = {
+            "color": look.text,
+            "font": font,
+            "overflow-wrap": "anywhere",
+        }
+        parts.insert(0, Div(text=escape(title), styles=styles, sizing_mode="stretch_width"))
     return column(*parts, sizing_mode="stretch_width", name="frontier-layout")
 
 
-def _heading(title: str, look: Palette) -> Div:
-    """Return the title as HTML, which breaks into lines where the page is narrow."""
-    styles: dict[str, str | None] = {
-        "color": look.text,
-        "font": f"bold 13px {FONT}",
-        "overflow-wrap": "anywhere",
-    }
-    return Div(text=escape(title), styles=styles, sizing_mode="stretch_width")
+def _words_of(point: Point) -> str:
+    objective_ms = point.objective_ms or 0.0
+    if point.bound_ms is None:
+        return f"{format_ms(objective_ms)} ms, no bound"
+    gap = format_share(gap_of(objective_ms, point.bound_ms) or 0.0)
+    return f"{format_ms(objective_ms)} ms, bound {format_ms(point.bound_ms)} ms, gap {gap}"
 
 
 def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_named: bool) -> None:
@@ -260,7 +277,7 @@ def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_name
             "memory": [point.limit_bytes / unit.size for point in steps.found],
             "ms": [point.objective_ms for point in steps.found],
             "name": [line.label for _ in steps.found],
-            "told": [_told(point) for point in steps.found],
+            "told": [_words_of(point) for point in steps.found],
         }
     )
     shape: dict[str, Any] = {"mode": "after", "line_color": colour, "line_width": 2}
@@ -268,42 +285,6 @@ def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_name
     dots = plot.scatter(source=source, x="memory", y="ms", size=7, color=colour)
     tooltips = [("", "@name"), ("memory", f"@memory{{0.[000]}} {unit.name}"), ("", "@told")]
     plot.add_tools(HoverTool(renderers=[dots], tooltips=tooltips))
-
-
-def _told(point: Point) -> str:
-    objective_ms = point.objective_ms or 0.0
-    if point.bound_ms is None:
-        return f"{format_ms(objective_ms)} ms, no bound"
-    gap = format_share(gap_of(objective_ms, point.bound_ms) or 0.0)
-    return f"{format_ms(objective_ms)} ms, bound {format_ms(point.bound_ms)} ms, gap {gap}"
-
-
-def _draw_infeasible(
-    plot: Any, points: Sequence[Point], unit: Unit, height: float, look: Palette
-) -> None:
-    nothing = sorted({point.limit_bytes / unit.size for point in points if point.is_infeasible})
-    if not nothing:
-        return
-    plot.scatter(
-        x=nothing,
-        y=[height] * len(nothing),
-        marker="x",
-        size=11,
-        line_width=2,
-        color=look.limit,
-        legend_label="nothing fits (proven)",
-    )
-
-
-def _place_legend(plot: Any) -> None:
-    """Put the legend below: inside, it would cover points. Without a line there is none."""
-    if not plot.legend:
-        return
-    legend = plot.legend[0]
-    legend.orientation = "horizontal"
-    legend.ncols = 3
-    legend.click_policy = "hide"
-    plot.add_layout(legend, "below")
 
 
 # --- A bokeh layout as JSON for a page that has BokehJS, or as one file that holds everything.
@@ -430,9 +411,22 @@ def _stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
 
     Bokeh's own merging of toolbars orders tools differently each time.
     """
-    tools = [_tools() for _ in figures]
-    for plot, (pan, wheel, *others) in zip(figures, tools, strict=True):
-        plot.add_tools(pan, wheel, *others)
+    tools: list[list[Tool]] = []
+    for plot in figures:
+        pan, wheel = PanTool(dimensions="width"), WheelZoomTool(dimensions="width")
+        own = [
+            pan,
+            wheel,
+            BoxZoomTool(dimensions="width"),
+            ZoomInTool(dimensions="width"),
+            ZoomOutTool(dimensions="width"),
+            ClickPanTool(direction="left"),
+            ClickPanTool(direction="right"),
+            ResetTool(),
+            SaveTool(),
+        ]
+        tools.append(own)
+        plot.add_tools(*own)
         plot.toolbar.active_drag = pan
         plot.toolbar.active_scroll = wheel
     proxies: list[Tool | ToolProxy] = [
@@ -445,18 +439,3 @@ def _stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
         toolbar_location="above",
         sizing_mode="stretch_width",
     )
-
-
-def _tools() -> list[Tool]:
-    """Return new tools of one figure; those that are active from the start come first."""
-    return [
-        PanTool(dimensions="width"),
-        WheelZoomTool(dimensions="width"),
-        BoxZoomTool(dimensions="width"),
-        ZoomInTool(dimensions="width"),
-        ZoomOutTool(dimensions="width"),
-        ClickPanTool(direction="left"),
-        ClickPanTool(direction="right"),
-        ResetTool(),
-        SaveTool(),
-    ]
