@@ -305,7 +305,16 @@ def _from_scratch(
     num_microbatches = (
         given.num_microbatches or measurements.num_microbatches or measurements.seen_microbatches
     )
-    gaps = list(_gaps(num_microbatches, stages, devices))
+    gaps = []
+    if num_microbatches is None:
+        gaps.append("num_microbatches: the samples do not name their micro-batches; give it")
+    if bare := [index for index, stage in enumerate(stages) if stage.activation_bytes is None]:
+        gaps.append(
+            f"activation_bytes of stage {_listed(bare)}: what is held from F to the backward, the "
+            "received input included; give it for all stages or in a table"
+        )
+    if bare := [index for index, device in enumerate(devices) if device.memory_bytes is None]:
+        gaps.append(f"memory_bytes of device {_listed(bare)}: its whole memory; give it")
     if gaps:
         raise MeasurementError("\n".join(["not measured, and a problem needs it:", *gaps]))
     links: list[dict[str, Any]] = []
@@ -327,11 +336,11 @@ def _from_scratch(
     }
     known_links = {(link["from"], link["to"]) for link in links}
     known_links |= {(fit.source, fit.target) for fit in measurements.links}
-    notes = [
-        *_assumed_sizes(stages, devices),
-        *_assumed_times(stages, times),
-        *_free_links(placement, known_links),
-    ]
+    notes = [*_assumed_sizes(stages, devices), *_assumed_times(stages, times)]
+    neighbours = _neighbours(placement)
+    free = [f"{a} -> {b}" for a, b in neighbours if not {(a, b), (b, a)} & known_links]
+    if free:
+        notes.append(f"Links {', '.join(free)} were not measured and count as free.")
     return fields, notes
 
 
@@ -344,22 +353,6 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def _at(values: Sequence[Value], index: int, default: Value) -> Value:
     return values[index] if index < len(values) else default
-
-
-def _gaps(
-    num_microbatches: int | None, stages: Sequence[StageFacts], devices: Sequence[DeviceFacts]
-) -> Iterator[str]:
-    if num_microbatches is None:
-        yield "num_microbatches: the samples do not name their micro-batches; give it"
-    bare = [index for index, stage in enumerate(stages) if stage.activation_bytes is None]
-    if bare:
-        yield (
-            f"activation_bytes of stage {_listed(bare)}: what is held from F to the backward, the "
-            "received input included; give it for all stages or in a table"
-        )
-    unlimited = [index for index, device in enumerate(devices) if device.memory_bytes is None]
-    if unlimited:
-        yield f"memory_bytes of device {_listed(unlimited)}: its whole memory; give it"
 
 
 def _neighbours(placement: Sequence[int]) -> list[tuple[int, int]]:
@@ -406,27 +399,7 @@ def _assumed_times(stages: Sequence[StageFacts], times: Sequence[_StageTimes]) -
         )
 
 
-def _free_links(placement: Sequence[int], known: set[tuple[int, int]]) -> Iterator[str]:
-    free = [
-        f"{a} -> {b}"
-        for a, b in _neighbours(placement)
-        if (a, b) not in known and (b, a) not in known
-    ]
-    if free:
-        yield f"Links {', '.join(free)} were not measured and count as free."
-
-
 # --- All that one measuring gave, as one value.
-
-
-def _with_median_rates(facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """Return the last facts of a device, with the medians of its copy rates."""
-    update = {}
-    for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
-        rates = [rate for one in facts if (rate := getattr(one, name)) is not None]
-        if rates:
-            update[name] = statistics.median(rates)
-    return facts[-1].model_copy(update=update)
 
 
 class Measurements(FrozenValue):
@@ -496,7 +469,14 @@ class Measurements(FrozenValue):
         first: dict[int | None, list[int]] = {}
         for rank in {sample.rank for sample in self.samples}:
             steps = {s.step for s in self.samples if s.rank == rank and s.step is not None}
-            first[rank] = _warmup(sorted(steps), num_steps, rank)
+            number = min(1, len(steps) - 1) if num_steps is None else num_steps
+            if steps and number >= len(steps):
+                of_rank = "" if rank is None else f"rank {rank}: "
+                raise MeasurementError(
+                    f"{of_rank}{len(steps)} steps were measured and {number} are to be left out "
+                    "as warm-up; leave out fewer, or measure more"
+                )
+            first[rank] = sorted(steps)[:number] if steps else []
         kept = tuple(s for s in self.samples if s.step is None or s.step not in first[s.rank])
         left_out = len(self.samples) - len(kept)
         if not left_out:
@@ -535,14 +515,19 @@ class Measurements(FrozenValue):
         """
         each = [report.condensed() for report in reports]
         num_devices = max(len(one.devices) for one in each)
-        facts = [
-            [one.devices[index] for one in each if index < len(one.devices)]
-            for index in range(num_devices)
-        ]
+        devices = []
+        for index in range(num_devices):
+            facts = [one.devices[index] for one in each if index < len(one.devices)]
+            update = {}
+            for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
+                rates = [rate for one in facts if (rate := getattr(one, name)) is not None]
+                if rates:
+                    update[name] = statistics.median(rates)
+            devices.append(facts[-1].model_copy(update=update))
         together = each[-1].replaced(
             samples=tuple(sample for one in each for sample in one.samples),
             transfers=tuple(transfer for one in each for transfer in one.transfers),
-            devices=tuple(map(_with_median_rates, facts)),
+            devices=tuple(devices),
         )
         return together.condensed()
 
@@ -561,18 +546,6 @@ class Measurements(FrozenValue):
             If a stage, a time or a size that a problem needs is missing.
         """
         return build_problem(self, given, base).problem
-
-
-def _warmup(steps: list[int], num_steps: int | None, rank: int | None) -> list[int]:
-    if num_steps is None:
-        return steps[:1] if len(steps) > 1 else []
-    if steps and num_steps >= len(steps):
-        of_rank = "" if rank is None else f"rank {rank}: "
-        raise MeasurementError(
-            f"{of_rank}{len(steps)} steps were measured and {num_steps} are to be left out as "
-            "warm-up; leave out fewer, or measure more"
-        )
-    return steps[:num_steps]
 
 
 # --- The problem that measurements describe, with the user's facts if nothing was measured.
@@ -619,7 +592,11 @@ def build_problem(
     fields, notes = (
         _from_scratch(measurements, given, times) if base is None else _replaced(base, given, times)
     )
-    fields["name"] = given.name or _name(measurements, base)
+    before = f"{base.name}, " if base is not None and base.name else ""
+    name = given.name or f"{before}times from {measurements.source}"
+    fields["name"] = (
+        name if given.name or len(name) <= _NAME_CHARS else name[: _NAME_CHARS - 3] + "..."
+    )
     if given.objective is not None:
         fields["objective"] = given.objective
     by_pair = {(link["from"], link["to"]): link for link in fields["links"]}
@@ -681,12 +658,6 @@ def _check_stages(measurements: Measurements, base: Problem | None) -> None:
             f"stages {_listed(measured)} were measured, but not {_listed(gaps)}; "
             "add the measurements of the ranks that hold them"
         )
-
-
-def _name(measurements: Measurements, base: Problem | None) -> str:
-    before = f"{base.name}, " if base is not None and base.name else ""
-    name = f"{before}times from {measurements.source}"
-    return name if len(name) <= _NAME_CHARS else name[: _NAME_CHARS - 3] + "..."
 
 
 def _replaced(
@@ -809,7 +780,23 @@ def _backward(
     if "I" in medians and "W" in medians:
         return medians["I"], medians["W"], fused, ""
     if fused is not None:
-        share, note = _weight_share(weight_share, base)
+        split = base.backward_input_ms + base.backward_weight_ms if base else 0.0
+        if weight_share is not None:
+            share, note = (
+                weight_share,
+                f"only B was measured; W is taken as {weight_share:g} of it.",
+            )
+        elif base is not None and split > 0:
+            share = base.backward_weight_ms / split
+            note = "only B was measured; it is split as in the base."
+        else:
+            share, note = (
+                0.0,
+                (
+                    "only B was measured; all of it counts as I and W as nothing. "
+                    "Give weight_share, or measure I and W, where the backward can be split."
+                ),
+            )
         weight = round(share * fused, 6)
         return round(fused - weight, 6), weight, fused, note
     if base is not None:
@@ -820,18 +807,6 @@ def _backward(
             "neither B nor I and W were measured; the base problem's times are kept.",
         )
     raise MeasurementError(_missing(stage, medians, "I and W, or B"))
-
-
-def _weight_share(share: float | None, base: Stage | None) -> tuple[float, str]:
-    if share is not None:
-        return share, f"only B was measured; W is taken as {share:g} of it."
-    split = base.backward_input_ms + base.backward_weight_ms if base else 0.0
-    if base is not None and split > 0:
-        return base.backward_weight_ms / split, "only B was measured; it is split as in the base."
-    return 0.0, (
-        "only B was measured; all of it counts as I and W as nothing. "
-        "Give weight_share, or measure I and W, where the backward can be split."
-    )
 
 
 def _missing(stage: int, medians: Mapping[MeasuredAction, float], wanted: str) -> str:
