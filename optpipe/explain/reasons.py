@@ -137,10 +137,13 @@ _TRANSFERS = frozenset({ActionType.OFFLOAD, ActionType.RELOAD})
 
 
 Why = Literal["program", "input", "transfer", "lane", "queue"]
-"""What an action waits for.
+"""The reasons for which an action waits.
 
-These are the action before it in its program, the output of another stage, its transfer, a
-transfer before it on its lane, or its lane.
+* ``program``: the action before it in its program.
+* ``input``: the output of another stage.
+* ``transfer``: its transfer.
+* ``lane``: a transfer before it on its lane.
+* ``queue``: its lane.
 """
 
 
@@ -159,7 +162,10 @@ class WaitReason(NamedTuple):
 
 
 class Reasons:
-    """The reasons of all starts of one simulation of legal programs."""
+    """The reasons of all starts of one simulation of legal programs.
+
+    ``passes``: the position of the action that completes each pass.
+    """
 
     def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
         self._problem = problem
@@ -329,7 +335,7 @@ def idle_times(
 def _idle(
     problem: Problem, program: Program, run: Simulation, reasons: Reasons, device: int
 ) -> DeviceIdle:
-    # Where the compute lane begins something, RELEASE included; pairs once.
+    # The cells at which the compute lane begins something: RELEASE included, pairs once.
     cells = [
         cell
         for cell, action in enumerate(program)
