@@ -197,6 +197,53 @@ def _drawing(
     )
 
 
+def _measured_drawing(
+    problem: Problem,
+    programs: Programs,
+    measured: Sequence[Sequence[Interval]],
+    *,
+    has_memory: bool,
+) -> Drawing:
+    """Return measured intervals as columns; with memory if they are all actions of the programs."""
+    end_ms = max((item.end for row in measured for item in row), default=0.0)
+    spans = [(row[0].start, max(item.end for item in row)) for row in measured if row]
+    span_ms = max((end - start for start, end in spans), default=0.0)
+    length_ms = span_ms if problem.objective == "span" else end_ms
+    idle = tuple(1.0 - _busy_ms(row) / length_ms if length_ms else 0.0 for row in measured)
+    if has_memory:
+        ran = [{item.action.bare: item for item in row if item.action} for row in measured]
+        ordered = tuple(
+            tuple(
+                replace(own[action.bare], action=action)
+                for action in program
+                if occupies_lane(action)
+            )
+            for program, own in zip(programs, ran, strict=True)
+        )
+        memory = tuple(
+            memory_curve(problem, device, program, times_of(program, ordered[device]))
+            for device, program in enumerate(programs)
+        )
+        return _drawing(problem, programs, Timeline(ordered, memory, end_ms, span_ms), idle)
+    rows = [item for row in measured for item in side_by_side(row)]
+    return Drawing(
+        bars=_bars(rows, np.zeros((len(rows), 2), np.int64)),
+        memory=(curve_of([(0.0, 0)]),) * len(measured),
+        makespan_ms=end_ms,
+        span_ms=span_ms,
+        idle=idle,
+    ).without_memory()
+
+
+def _busy_ms(row: Sequence[Interval]) -> float:
+    """Return how long a device computed; the two of a pair run together."""
+    return sum(
+        item.end - item.start
+        for item in row
+        if item.lane == "compute" and not (item.action and item.action.paired)
+    )
+
+
 def _bars(rows: Sequence[Interval], held_bytes: NDArray[np.int64]) -> Bars:
     actions = [row.action for row in rows]
     return Bars(
@@ -260,51 +307,9 @@ class View:
     def drawing(self) -> Drawing:
         """The columns of the schedule, as `drawing_of`."""
         if self.measured is not None:
-            end_ms = max((item.end for row in self.measured for item in row), default=0.0)
-            spans = [(row[0].start, max(item.end for item in row)) for row in self.measured if row]
-            span_ms = max((end - start for start, end in spans), default=0.0)
-            length_ms = span_ms if self.problem.objective == "span" else end_ms
-            idle = tuple(
-                1.0
-                - (
-                    sum(
-                        item.end - item.start
-                        for item in row
-                        if item.lane == "compute" and not (item.action and item.action.paired)
-                    )
-                )
-                / length_ms
-                if length_ms
-                else 0.0
-                for row in self.measured
+            return _measured_drawing(
+                self.problem, self.programs, self.measured, has_memory=self.has_memory
             )
-            if self.has_memory:
-                ran = [
-                    {item.action.bare: item for item in row if item.action} for row in self.measured
-                ]
-                ordered = tuple(
-                    tuple(
-                        replace(own[action.bare], action=action)
-                        for action in program
-                        if occupies_lane(action)
-                    )
-                    for program, own in zip(self.programs, ran, strict=True)
-                )
-                memory = tuple(
-                    memory_curve(self.problem, device, program, times_of(program, ordered[device]))
-                    for device, program in enumerate(self.programs)
-                )
-                return _drawing(
-                    self.problem, self.programs, Timeline(ordered, memory, end_ms, span_ms), idle
-                )
-            rows = [item for row in self.measured for item in side_by_side(row)]
-            return Drawing(
-                bars=_bars(rows, np.zeros((len(rows), 2), np.int64)),
-                memory=(curve_of([(0.0, 0)]),) * len(self.measured),
-                makespan_ms=end_ms,
-                span_ms=span_ms,
-                idle=idle,
-            ).without_memory()
         drawing = drawing_of(self.problem, self.programs)
         return drawing if self.has_memory else drawing.without_memory()
 
