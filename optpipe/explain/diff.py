@@ -128,7 +128,13 @@ def compare_programs(
     old, new = _facts(before), _facts(after)
     plain = [[tuple(action.bare for action in row) for row in rows] for rows in (before, after)]
     return ScheduleDifference(
-        placement=_placement_changes(old.devices, new.devices),
+        placement=tuple(
+            PlacementChange(
+                stage=stage, before=old.devices.get(stage), after=new.devices.get(stage)
+            )
+            for stage in sorted({*old.devices, *new.devices})
+            if old.devices.get(stage) != new.devices.get(stage)
+        ),
         treatment=_mode_changes(old.treatments, new.treatments),
         backward=_mode_changes(old.backwards, new.backwards),
         pairing=_mode_changes(old.pairings, new.pairings),
@@ -175,16 +181,6 @@ def _facts(programs: Programs) -> _Facts:
                 other = f"with F of stage {program[index - 1].stage}" if index else "with nothing"
                 facts.pairings[cell] = f"{what} {other}".lstrip()
     return facts
-
-
-def _placement_changes(
-    before: dict[int, int], after: dict[int, int]
-) -> tuple[PlacementChange, ...]:
-    return tuple(
-        PlacementChange(stage=stage, before=before.get(stage), after=after.get(stage))
-        for stage in sorted({*before, *after})
-        if before.get(stage) != after.get(stage)
-    )
 
 
 def _mode_changes(
@@ -281,7 +277,10 @@ def compare_problems(
     Devices and stages are compared by number, hosts by name, links by the pair they connect. The
     name of the problem, which is not in its hash, is not looked at.
     """
-    old, new = dict(_flat("", _dump(before))), dict(_flat("", _dump(after)))
+    old, new = (
+        dict(_flat("", one.model_dump(mode="json", by_alias=True, exclude={"name"})))
+        for one in (before, after)
+    )
     changes = [
         FieldChange(path=path, before=old.get(path), after=new.get(path))
         for path in {**old, **new}
@@ -310,10 +309,6 @@ def _numbers(problem: Problem) -> dict[str, _Row]:
         "activations of one step": ("bytes", activations),
         "memory for activations, all devices": ("bytes", free),
     }
-
-
-def _dump(problem: Problem) -> dict[str, Any]:
-    return problem.model_dump(mode="json", by_alias=True, exclude={"name"})
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -365,7 +360,15 @@ def schedule_costs(problem: Problem, before: Programs, after: Programs) -> tuple
 
 def record_costs(before: Schedule | None, after: Schedule | None) -> tuple[Cost, ...]:
     """Return the costs recorded in two schedules, without those that neither has."""
-    return _joined(_said(before), _said(after))
+    both: list[dict[str, _Row]] = [{}, {}]
+    for rows, schedule in zip(both, (before, after), strict=True):
+        if schedule is not None:
+            peaks = list(schedule.peak_bytes)
+            hosts = schedule.host_peak_bytes
+            rows.update(_rows(schedule.makespan_ms, schedule.span_ms, peaks, hosts))
+            if schedule.bound_ms is not None:
+                rows["proven bound"] = "ms", schedule.bound_ms
+    return _joined(*both)
 
 
 def _joined(before: dict[str, _Row], after: dict[str, _Row]) -> tuple[Cost, ...]:
@@ -400,16 +403,6 @@ def _measured(problem: Problem, programs: Programs) -> dict[str, _Row]:
         total = sum(device.causes.get(cause, 0.0) for device in idle)
         if total:
             rows[f"idle, {cause}"] = "ms", total
-    return rows
-
-
-def _said(schedule: Schedule | None) -> dict[str, _Row]:
-    if schedule is None:
-        return {}
-    peaks = list(schedule.peak_bytes)
-    rows = _rows(schedule.makespan_ms, schedule.span_ms, peaks, schedule.host_peak_bytes)
-    if schedule.bound_ms is not None:
-        rows["proven bound"] = "ms", schedule.bound_ms
     return rows
 
 
@@ -460,24 +453,20 @@ def cost_line(cost: Cost) -> str:
 
 def _schedule_lines(found: ScheduleDifference) -> Iterator[str]:
     for place in found.placement:
-        before, after = (_place(device) for device in (place.before, place.after))
+        before, after = (
+            "absent" if device is None else f"device {device}"
+            for device in (place.before, place.after)
+        )
         yield f"stage {place.stage}: {before} -> {after}"
     for change in (*found.treatment, *found.backward, *found.pairing):
-        yield _mode_line(change)
+        words = change.before + change.after
+        what = "backward " if "(" in change.before or "F of" in words else ""
+        yield (
+            f"stage {change.stage}: {microbatches(change.microbatches)}: {what}{change.before} -> "
+            f"{change.after}"
+        )
     for order in found.order:
         yield _order_line(order)
-
-
-def _place(device: int | None) -> str:
-    return "absent" if device is None else f"device {device}"
-
-
-def _mode_line(change: ModeChange) -> str:
-    what = "backward " if "(" in change.before or "F of" in change.before + change.after else ""
-    return (
-        f"stage {change.stage}: {microbatches(change.microbatches)}: {what}{change.before} -> "
-        f"{change.after}"
-    )
 
 
 def _order_line(order: OrderChange) -> str:
@@ -493,7 +482,7 @@ def _order_line(order: OrderChange) -> str:
 
 
 def _field_line(change: FieldChange) -> str:
-    text = f"{change.path}: {_shown(change.before)} -> {_shown(change.after)}"
+    text = f"{change.path}: {json.dumps(change.before)} -> {json.dumps(change.after)}"
     numbers = [change.before, change.after]
     if any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
         return text
@@ -501,10 +490,6 @@ def _field_line(change: FieldChange) -> str:
         return text
     share = (change.after - change.before) / change.before
     return f"{text} ({'+' if share > 0 else ''}{format_share(share)})"
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)
 
 
 def _value(value: float | None, unit: str) -> str:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
-from optpipe.explain.memory import device_memories, host_memories, program_peaks, stage_reliefs
+from optpipe.explain.memory import device_memories, host_memories, stage_reliefs
 from optpipe.explain.reasons import (
     Reasons,
     critical_path,
@@ -24,10 +24,7 @@ from optpipe.units import format_bytes, format_ms, format_share
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from optpipe.explain.reasons import Piece
     from optpipe.explain.values import (
-        DeviceIdle,
-        DeviceMemory,
         LaneKind,
         LaneSlack,
         LaneUse,
@@ -63,7 +60,13 @@ def explain(
         run = simulate(problem, programs)
     length = run.objective_ms(problem.objective)
     reasons = Reasons(problem, programs, run)
-    peaks = program_peaks(problem, programs)
+    pieces = critical_path(problem, programs, run, reasons)
+    by_kind: dict[PieceKind, float] = defaultdict(float)
+    by_device: dict[int, float] = defaultdict(float)
+    for piece in pieces:
+        by_kind[piece.kind] += piece.end - piece.start
+        if piece.kind != "link":
+            by_device[piece.device] += piece.end - piece.start
     explanation = Explanation(
         problem_hash=problem.problem_hash,
         objective=problem.objective,
@@ -73,30 +76,20 @@ def explain(
         busiest_ms=problem.busy_ms,
         bubble_rate=bubble_rate(problem, length),
         bound_ms=bound_ms,
-        critical_path=_critical_path(critical_path(problem, programs, run, reasons), length),
+        critical_path=CriticalPath(
+            length_ms=length,
+            by_kind=dict(by_kind),
+            by_device=dict(sorted(by_device.items())),
+            runs=runs_of(pieces),
+        ),
         lanes=lane_uses(problem, programs, run),
         slacks=lane_slacks(problem, programs, run, most=_MOST_SLACKS),
-        memory=device_memories(problem, programs, peaks),
+        memory=device_memories(problem, programs),
         hosts=host_memories(problem, programs),
         idle=idle_times(problem, programs, run, reasons),
-        reliefs=stage_reliefs(problem, programs, peaks),
+        reliefs=stage_reliefs(problem, programs),
     )
     return explanation.model_copy(update={"sentences": _sentences(problem, programs, explanation)})
-
-
-def _critical_path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
-    by_kind: dict[PieceKind, float] = defaultdict(float)
-    by_device: dict[int, float] = defaultdict(float)
-    for piece in pieces:
-        by_kind[piece.kind] += piece.end - piece.start
-        if piece.kind != "link":
-            by_device[piece.device] += piece.end - piece.start
-    return CriticalPath(
-        length_ms=length_ms,
-        by_kind=dict(by_kind),
-        by_device=dict(sorted(by_device.items())),
-        runs=runs_of(pieces),
-    )
 
 
 # --- In words, topic by topic.
@@ -207,7 +200,7 @@ def _pairs(problem: Problem, programs: Programs) -> Iterator[str]:
     for key in order[:_MOST_LINES]:
         device, front, back, letter = key
         yield (
-            f"{_device_name(problem, device)}: F of stage {front} and {letter} of stage "
+            f"{problem.devices[device].name}: F of stage {front} and {letter} of stage "
             f"{back} together, {used[key]} times, {format_ms(problem.hidden_ms[key[1:]])} ms "
             f"hidden each, {format_ms(hidden[key])} ms in all"
         )
@@ -268,26 +261,22 @@ def _lane_names(problem: Problem, uses: Sequence[LaneUse | LaneSlack]) -> str:
 
 
 def _memory(problem: Problem, explanation: Explanation) -> Iterator[str]:
-    used = [memory for memory in explanation.memory if memory.fullest_at is not None]
-    tightest = sorted(used, key=lambda memory: memory.headroom_bytes)
-    for memory in tightest[:_MOST_LINES]:
-        yield _device_memory(problem, memory)
+    used = [(one, one.fullest_at) for one in explanation.memory if one.fullest_at is not None]
+    tightest = sorted(used, key=lambda pair: pair[0].headroom_bytes)
+    for memory, at in tightest[:_MOST_LINES]:
+        yield (
+            f"{problem.devices[memory.device].name}: {format_bytes(memory.peak_bytes)} of "
+            f"{format_bytes(memory.limit_bytes)}, {format_bytes(memory.headroom_bytes)} left, "
+            f"fullest at {at} ({at.type} of stage {at.stage}, micro-batch {at.microbatch})"
+        )
     if len(tightest) > _MOST_LINES:
-        least = tightest[_MOST_LINES].headroom_bytes
+        least = tightest[_MOST_LINES][0].headroom_bytes
         rest = count(len(tightest) - _MOST_LINES, "other device")
         yield f"{rest} with {format_bytes(least)} or more left each"
     for host in explanation.hosts:
         if host.peak_bytes or host.limit_bytes is not None:
             limit = "" if host.limit_bytes is None else f" of {format_bytes(host.limit_bytes)}"
             yield f"host {host.host}: up to {format_bytes(host.peak_bytes)}{limit} offloaded"
-
-
-def _device_memory(problem: Problem, memory: DeviceMemory) -> str:
-    at = "" if memory.fullest_at is None else f", fullest at {_action_name(memory.fullest_at)}"
-    return (
-        f"{_device_name(problem, memory.device)}: {format_bytes(memory.peak_bytes)} of "
-        f"{format_bytes(memory.limit_bytes)}, {format_bytes(memory.headroom_bytes)} left{at}"
-    )
 
 
 def _idle(problem: Problem, explanation: Explanation) -> Iterator[str]:
@@ -305,19 +294,16 @@ def _idle(problem: Problem, explanation: Explanation) -> Iterator[str]:
         )
     most = sorted(explanation.idle, key=lambda device: (-round(device.idle_ms, 6), device.device))
     for device in sorted(most[:_MOST_LINES], key=lambda device: device.device):
-        yield _device_idle(problem, explanation, device)
+        name = problem.devices[device.device].name
+        if not device.causes:
+            yield f"{name}: never idle"
+            continue
+        parts = [f"{format_ms(ms)} {_WAITS[cause]}" for cause, ms in _by_size(device.causes)]
+        share = _share(device.idle_ms, explanation.length_ms)
+        yield f"{name}: idle {format_ms(device.idle_ms)} ms{share}: {_listed(parts)}"
     if len(most) > _MOST_LINES:
         rest = count(len(most) - _MOST_LINES, "other device")
         yield f"{rest}, idle for {format_ms(most[_MOST_LINES].idle_ms)} ms or less each"
-
-
-def _device_idle(problem: Problem, explanation: Explanation, device: DeviceIdle) -> str:
-    name = _device_name(problem, device.device)
-    if not device.causes:
-        return f"{name}: never idle"
-    parts = [f"{format_ms(ms)} {_WAITS[cause]}" for cause, ms in _by_size(device.causes)]
-    share = _share(device.idle_ms, explanation.length_ms)
-    return f"{name}: idle {format_ms(device.idle_ms)} ms{share}: {_listed(parts)}"
 
 
 def _by_size(causes: Mapping[IdleCause, float]) -> list[tuple[IdleCause, float]]:
@@ -357,34 +343,29 @@ def _path_sentences(problem: Problem, path: CriticalPath) -> Iterator[str]:
     device, ms = max(path.by_device.items(), key=lambda item: item[1], default=(0, 0.0))
     if len(path.by_device) > 1 and path.length_ms > 0:
         yield (
-            f"{_device_name(problem, device)} has the largest part of it, {format_ms(ms)} ms "
+            f"{problem.devices[device].name} has the largest part of it, {format_ms(ms)} ms "
             f"({format_share(ms / path.length_ms)})."
         )
-    yield from _told(problem, path.runs)
-
-
-def _told(problem: Problem, runs: Sequence[PathRun]) -> Iterator[str]:
+    runs = path.runs
     order = sorted(range(len(runs)), key=lambda i: (-runs[i].length_ms, i))
     shown = set(order[:_MOST_RUNS])
     for is_shown, group in groupby(range(len(runs)), key=lambda i: i in shown):
         grouped = [runs[i] for i in group]
         if is_shown or len(grouped) == 1:
-            yield from (_run(problem, run) for run in grouped)
+            for run in grouped:
+                start, length = format_ms(run.start_ms), format_ms(run.length_ms)
+                links = f" ({format_ms(run.link_ms)} on links)" if run.link_ms > 0 else ""
+                yield f"{start}: {_what(problem, run)}, {length} ms{links}"
         else:
             total = sum(run.length_ms for run in grouped)
             yield f"... {len(grouped)} shorter runs, {format_ms(total)} ms"
 
 
-def _run(problem: Problem, run: PathRun) -> str:
-    text = f"{format_ms(run.start_ms)}: {_what(problem, run)}, {format_ms(run.length_ms)} ms"
-    return f"{text} ({format_ms(run.link_ms)} on links)" if run.link_ms > 0 else text
-
-
 def _what(problem: Problem, run: PathRun) -> str:
-    name = _device_name(problem, run.devices[0])
+    name = problem.devices[run.devices[0]].name
     match run.kind:
         case "wave":
-            last = _device_name(problem, run.devices[-1])
+            last = problem.devices[run.devices[-1]].name
             first, end = run.actions[0], run.actions[-1]
             return (
                 f"{name} to {last}: {first.type} of micro-batch {first.microbatch} through "
@@ -436,7 +417,7 @@ def _relief_sentences(
     rest = reliefs[_MOST_STAGES:]
     if rest:
         cells = sum(len(relief.reliefs) for relief in rest)
-        spare = sum(len(_spare(relief)) for relief in rest)
+        spare = sum(len(relief.microbatches(Necessity.UNNEEDED)) for relief in rest)
         yield (
             f"{len(rest)} more stages: {cells} (stage, micro-batch) pairs {_DROPPED[kind]}, "
             f"{spare} of them without need"
@@ -445,30 +426,30 @@ def _relief_sentences(
 
 def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
     number = len(relief.reliefs)
-    name = _device_name(problem, relief.device)
+    name = problem.devices[relief.device].name
     does = f"uses {relief.mode!r} for" if relief.kind == "mode" else f"{relief.kind}s"
     begin = (
         f"stage {relief.stage} {does} {number} of {problem.num_microbatches} "
         f"micro-batches ({format_bytes(relief.reliefs[0].saved_bytes)} each, "
         f"{_effort(problem, relief)})"
     )
-    if relief.excess_bytes > 0:
-        without = "them" if number > 1 else "it"
+    them = "them" if number > 1 else "it"
+    if relief.excess_bytes <= 0:
         yield (
-            f"{begin}: without {without} {relief.exceeds_at} would need "
-            f"{format_bytes(relief.excess_bytes)} more than {name} has"
-        )
-    else:
-        yield (
-            f"{begin} without need: if {name} keeps {'them' if number > 1 else 'it'}, it still has "
+            f"{begin} without need: if {name} keeps {them}, it still has "
             f"{format_bytes(-relief.excess_bytes)} left"
         )
         return
-    spare = _spare(relief)
+    yield (
+        f"{begin}: without {them} {relief.exceeds_at} would need "
+        f"{format_bytes(relief.excess_bytes)} more than {name} has"
+    )
+    spare = relief.microbatches(Necessity.UNNEEDED)
     if spare:
+        are, them = ("are", "them") if len(spare) > 1 else ("is", "it")
         yield (
-            f"stage {relief.stage}: {microbatches(spare)} {_be(spare)} {_DROPPED[relief.kind]} "
-            f"without need: {name} holds {'them' if len(spare) > 1 else 'it'} all the same"
+            f"stage {relief.stage}: {microbatches(spare)} {are} {_DROPPED[relief.kind]} "
+            f"without need: {name} holds {them} all the same"
         )
     either = relief.microbatches(Necessity.INTERCHANGEABLE)
     if either:
@@ -493,14 +474,6 @@ def _effort(problem: Problem, relief: StageRelief) -> str:
     return ", ".join(parts) or "at no cost in time"
 
 
-def _spare(relief: StageRelief) -> tuple[int, ...]:
-    return relief.microbatches(Necessity.UNNEEDED)
-
-
-def _be(numbers: tuple[int, ...]) -> str:
-    return "are" if len(numbers) > 1 else "is"
-
-
 # --- Small pieces of sentences: ranges, counts, names.
 
 _MOST_PARTS = 6
@@ -515,16 +488,13 @@ def ranges(numbers: Iterable[int]) -> str:
             parts[-1][1] = number
         else:
             parts.append([number, number])
-    texts = [_range(*part) for part in parts]
+    texts = [
+        str(first) if first == last else f"{first}{', ' if last == first + 1 else '..'}{last}"
+        for first, last in parts
+    ]
     if len(texts) > _MOST_PARTS:
         return f"{', '.join(texts[:_MOST_PARTS])}, ... ({len(ordered)} in all)"
     return ", ".join(texts)
-
-
-def _range(first: int, last: int) -> str:
-    if first == last:
-        return str(first)
-    return f"{first}, {last}" if last == first + 1 else f"{first}..{last}"
 
 
 def microbatches(numbers: Iterable[int]) -> str:
@@ -547,19 +517,9 @@ def _listed(parts: Sequence[str]) -> str:
 
 def _device_names(problem: Problem, devices: Sequence[int]) -> str:
     """Return the names of devices; numbered ones (gpu0, gpu1, ...) as ``gpu0..7, 12``."""
-    names = [_device_name(problem, device) for device in devices]
+    names = [problem.devices[device].name for device in devices]
     if len(names) > 2 and names == [f"gpu{device}" for device in devices]:
         return f"gpu{ranges(devices)}"
     if len(names) > _MOST_PARTS:
         return f"{', '.join(names[:_MOST_PARTS])}, ... ({len(names)} in all)"
     return _listed(names)
-
-
-def _device_name(problem: Problem, device: int) -> str:
-    """Return the name of a device in sentences."""
-    return problem.devices[device].name
-
-
-def _action_name(action: Action) -> str:
-    """Return ``2F0 (F of stage 2, micro-batch 0)``."""
-    return f"{action} ({action.type} of stage {action.stage}, micro-batch {action.microbatch})"

@@ -13,7 +13,7 @@ less if the mode holds more while its backward runs. Its transfers and its RECOM
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from optpipe.problem import CellMode, Problem
     from optpipe.schedule import Action, Program, Programs
 
-__all__ = ["device_memories", "host_memories", "program_peaks", "stage_reliefs", "tightest_device"]
+__all__ = ["device_memories", "host_memories", "stage_reliefs", "tightest_device"]
 
 
 _GONE = -(2**62)
@@ -57,9 +57,7 @@ class _Relief(NamedTuple):
         return max((saved for _, _, saved in self.spans), default=0)
 
 
-def stage_reliefs(
-    problem: Problem, programs: Programs, peaks: Peaks | None = None
-) -> tuple[StageRelief, ...]:
+def stage_reliefs(problem: Problem, programs: Programs) -> tuple[StageRelief, ...]:
     """Return the cells that each stage does not keep, in the order of stages.
 
     Each is judged against the memory of its device alone:
@@ -68,39 +66,32 @@ def stage_reliefs(
     * UNNEEDED: all that are called so can be taken out together, and the rest still fits. They are
       found by taking out one after the other, in the order of the program, what still can be.
     * INTERCHANGEABLE: it could be taken out alone, but not together with the unneeded ones.
-
-    ``peaks`` is the result of `program_peaks`, if the caller has it.
     """
-    known = peaks or program_peaks(problem, programs)
     found: list[StageRelief] = []
     for device, program in enumerate(programs):
-        reliefs = _find(problem, program)
+        modes = modes_of(problem, program)
+        own: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, action in enumerate(program):
+            if modes[action.cell]:
+                own[action.cell].append(index)
+        reliefs = []
+        for cell, places in sorted(own.items(), key=lambda item: _begins(program, item[1])):
+            stage, menu = problem.stage_of(*cell), problem.menu_of(*cell)
+            mode = menu[modes[cell]]
+            kind: ReliefKind = "mode" if stage.modes else _V1[mode.recompute]
+            kinds = [(index, program[index].type) for index in places]
+            spans = tuple(_spans(kinds, menu[0], mode))
+            gone = tuple(index for index, action in kinds if action in _OF_MODE)
+            reliefs.append(_Relief(kind, mode.name, *cell, spans, gone))
         if reliefs:
-            device_peaks = np.array(known[device], dtype=np.int64)
+            peaks = [step.peak for step in memory_walk(problem, device, program)]
+            device_peaks = np.array(peaks, dtype=np.int64)
             limit = problem.devices[device].usable_bytes
             found += _judge(device, program, reliefs, device_peaks, limit)
     return tuple(sorted(found, key=lambda item: (item.stage, item.kind, item.mode)))
 
 
 _OF_MODE = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)
-
-
-def _find(problem: Problem, program: Program) -> list[_Relief]:
-    modes = modes_of(problem, program)
-    own: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, action in enumerate(program):
-        if modes[action.cell]:
-            own[action.cell].append(index)
-    reliefs = []
-    for cell, places in sorted(own.items(), key=lambda item: _begins(program, item[1])):
-        stage, menu = problem.stage_of(*cell), problem.menu_of(*cell)
-        mode = menu[modes[cell]]
-        kind: ReliefKind = "mode" if stage.modes else _V1[mode.recompute]
-        kinds = [(index, program[index].type) for index in places]
-        spans = tuple(_spans(kinds, menu[0], mode))
-        gone = tuple(index for index, action in kinds if action in _OF_MODE)
-        reliefs.append(_Relief(kind, mode.name, *cell, spans, gone))
-    return reliefs
 
 
 _V1: dict[str, ReliefKind] = {"": "offload", "apart": "recompute"}
@@ -220,43 +211,24 @@ def _excess(program: Program, peaks: NDArray[np.int64], limit: int) -> dict[str,
 
 # --- How much memory devices and hosts have left.
 
-Peaks: TypeAlias = list[list[int]]
 
-
-def program_peaks(problem: Problem, programs: Programs) -> Peaks:
-    """Return, per device, the maximum bytes that it holds at each of its actions."""
-    return [
-        [step.peak for step in memory_walk(problem, device, program)]
-        for device, program in enumerate(programs)
-    ]
-
-
-def device_memories(
-    problem: Problem, programs: Programs, peaks: Peaks | None = None
-) -> tuple[DeviceMemory, ...]:
-    """Return, per device, the peak of its program and what it may hold at most.
-
-    ``peaks`` is the result of `program_peaks`, if the caller has it.
-    """
-    known = peaks or program_peaks(problem, programs)
-    return tuple(
-        _device_memory(problem, device, program, known[device])
-        for device, program in enumerate(programs)
-    )
-
-
-def _device_memory(
-    problem: Problem, device: int, program: Program, peaks: list[int]
-) -> DeviceMemory:
-    static = problem.static_bytes_of(device)
-    peak = max(peaks, default=static)
-    return DeviceMemory(
-        device=device,
-        static_bytes=static,
-        peak_bytes=peak,
-        limit_bytes=problem.devices[device].usable_bytes,
-        fullest_at=program[peaks.index(peak)] if program else None,
-    )
+def device_memories(problem: Problem, programs: Programs) -> tuple[DeviceMemory, ...]:
+    """Return, per device, the peak of its program and what it may hold at most."""
+    memories = []
+    for device, program in enumerate(programs):
+        static = problem.static_bytes_of(device)
+        peaks = [step.peak for step in memory_walk(problem, device, program)]
+        peak = max(peaks, default=static)
+        memories.append(
+            DeviceMemory(
+                device=device,
+                static_bytes=static,
+                peak_bytes=peak,
+                limit_bytes=problem.devices[device].usable_bytes,
+                fullest_at=program[peaks.index(peak)] if program else None,
+            )
+        )
+    return tuple(memories)
 
 
 def host_memories(problem: Problem, programs: Programs) -> tuple[HostMemory, ...]:

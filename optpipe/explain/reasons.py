@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property
 from graphlib import TopologicalSorter
 from itertools import groupby, pairwise
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
     from optpipe.explain.values import LaneKind, PieceKind, RunKind
     from optpipe.problem import Problem
-    from optpipe.schedule import Programs
-    from optpipe.simulate import GradSync, LinkMessage, Simulation, Times
+    from optpipe.schedule import Program, Programs
+    from optpipe.simulate import LinkMessage, Simulation, Times
 
 __all__ = [
     "Piece",
@@ -137,14 +136,15 @@ def lane_use(problem: Problem, lane: OccupiedLane, busy_ms: float, length_ms: fl
 _TRANSFERS = frozenset({ActionType.OFFLOAD, ActionType.RELOAD})
 
 
-class Why(StrEnum):
-    """The kinds of things that an action waits for."""
+Why = Literal["program", "input", "transfer", "lane", "queue"]
+"""The reasons for which an action waits.
 
-    PROGRAM = "the action before it in its program"
-    INPUT = "the output of another stage"
-    TRANSFER = "its transfer"
-    LANE = "a transfer before it on its lane"
-    QUEUE = "its lane"
+* ``program``: the action before it in its program.
+* ``input``: the output of another stage.
+* ``transfer``: its transfer.
+* ``lane``: a transfer before it on its lane.
+* ``queue``: its lane.
+"""
 
 
 class Spot(NamedTuple):
@@ -162,13 +162,16 @@ class WaitReason(NamedTuple):
 
 
 class Reasons:
-    """The reasons of all starts of one simulation of legal programs."""
+    """The reasons of all starts of one simulation of legal programs.
+
+    ``passes``: the position of the action that completes each pass.
+    """
 
     def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
         self._problem = problem
         self._programs = programs
         self._run = run
-        self._passes: dict[Pass, Spot] = {}
+        self.passes: dict[Pass, Spot] = {}
         self._transfers: dict[Action, Spot] = {}
         self._ahead: dict[Pass, LinkMessage] = {}
         self._messages: dict[Pass, LinkMessage] = {}
@@ -178,9 +181,20 @@ class Reasons:
             if message.depart > message.ready:
                 self._ahead[message.producer] = last[message.link]
             last[message.link] = message
-        self._before: list[list[int]] = []
+        self._before: list[list[int]] = []  # each cell's predecessor on the compute lane
         for device, program in enumerate(programs):
-            self._before.append(self._read(device, program))
+            before: list[int] = []
+            latest = -1
+            for cell, action in enumerate(program):
+                before.append(before[-1] if action.paired and before else latest)
+                if action.type in _TRANSFERS:
+                    self._transfers[action] = Spot(device, cell)
+                    continue
+                latest = cell
+                completed = pass_of(action)
+                if completed is not None:
+                    self.passes[completed] = Spot(device, cell)
+            self._before.append(before)
 
     def action(self, spot: Spot) -> Action:
         """Return the action at a position."""
@@ -190,35 +204,21 @@ class Reasons:
         """Return the times of the action at a position."""
         return self._run.times[spot.device][spot.cell]
 
-    def compute_cells(self, device: int) -> list[int]:
-        """Return where a device's compute lane begins something, RELEASE included; pairs once."""
-        program = self._programs[device]
-        return [
-            cell
-            for cell, action in enumerate(program)
-            if action.type not in _TRANSFERS and not action.paired
-        ]
-
-    def _together(self, spot: Spot) -> tuple[Action, ...]:
-        """Return the actions that start together there: one, or the two of a pair."""
-        action = self.action(spot)
-        other = partner_of(self._programs[spot.device], spot.cell)
-        return (action,) if other is None else (action, other)
-
     def waiter(self, spot: Spot) -> Action:
         """Return the action that waited longest, of those that start together at a position.
 
         Of a pair that waits, it is the action whose input arrived at its start, else the one whose
         transfer ended then.
         """
-        together, at = self._together(spot), self.times(spot)
-        if len(together) == 1 or at.start == at.issue:
-            return together[0]
-        for action in together:
+        first, at = self.action(spot), self.times(spot)
+        other = partner_of(self._programs[spot.device], spot.cell)
+        if other is None or at.start == at.issue:
+            return first
+        for action in (first, other):
             source = self.input_spot(action)
             if source is not None and self._arrival(source, action) == at.start:
                 return action
-        return next(action for action in together if action.type.is_backward)
+        return first if first.type.is_backward else other
 
     def of(self, spot: Spot) -> WaitReason | None:
         """Return why the action at a position starts no earlier; None if it starts at time 0.
@@ -230,22 +230,23 @@ class Reasons:
         at = self.times(spot)
         before = self._before[spot.device][spot.cell]
         if at.start == at.issue:
-            return WaitReason(Why.PROGRAM, Spot(spot.device, before)) if before >= 0 else None
+            return WaitReason("program", Spot(spot.device, before)) if before >= 0 else None
         action = self.waiter(spot)
         if action.type.is_transfer:
             ahead = self._ahead_of(spot, action)
             if ahead is not None:
-                return WaitReason(Why.LANE, ahead)
-            return WaitReason(Why.QUEUE, Spot(spot.device, before))
+                return WaitReason("lane", ahead)
+            return WaitReason("queue", Spot(spot.device, before))
         source = self.input_spot(action)
         if source is not None and self._arrival(source, action) == at.start:
-            return WaitReason(Why.INPUT, source)
-        return WaitReason(Why.TRANSFER, self._transfers[_awaited(action)])
+            return WaitReason("input", source)
+        kind = ActionType.OFFLOAD if action.type is ActionType.RELEASE else ActionType.RELOAD
+        return WaitReason("transfer", self._transfers[action.bare._replace(type=kind)])
 
     def input_spot(self, action: Action) -> Spot | None:
         """Return the position of the pass whose output an action needs."""
         needed = input_of(action, len(self._problem.stages))
-        return None if needed is None else self._passes[needed]
+        return None if needed is None else self.passes[needed]
 
     def _arrival(self, source: Spot, action: Action) -> float:
         producer = pass_of(self.action(source))
@@ -269,29 +270,10 @@ class Reasons:
             message = self._ahead.get(message.producer)
         return found
 
-    def spot_of(self, completed: Pass) -> Spot:
-        """Return the position of the action that completes a pass."""
-        return self._passes[completed]
-
     def taker_of(self, producer: Pass) -> Action:
         """Return the action on another stage that needs the output of a pass."""
         step = -1 if producer.backward else 1
-        return self.action(self._passes[producer._replace(stage=producer.stage + step)])
-
-    def _read(self, device: int, program: tuple[Action, ...]) -> list[int]:
-        """Store positions of passes and transfers; return each cell's compute predecessor."""
-        before: list[int] = []
-        last = -1
-        for cell, action in enumerate(program):
-            before.append(before[-1] if action.paired and before else last)
-            if action.type in _TRANSFERS:
-                self._transfers[action] = Spot(device, cell)
-                continue
-            last = cell
-            completed = pass_of(action)
-            if completed is not None:
-                self._passes[completed] = Spot(device, cell)
-        return before
+        return self.action(self.passes[producer._replace(stage=producer.stage + step)])
 
     @cached_property
     def _ended(self) -> dict[tuple[OccupiedLane, float], list[Spot]]:
@@ -319,11 +301,6 @@ class Reasons:
         return None
 
 
-def _awaited(action: Action) -> Action:
-    kind = ActionType.OFFLOAD if action.type is ActionType.RELEASE else ActionType.RELOAD
-    return action.bare._replace(type=kind)
-
-
 # --- Idle time of compute lanes, by cause.
 
 _NOISE = 1e-12
@@ -349,12 +326,21 @@ def idle_times(
     """
     known = reasons or Reasons(problem, programs, run)
     return tuple(
-        _idle(problem, run, known, device) for device, program in enumerate(programs) if program
+        _idle(problem, program, run, known, device)
+        for device, program in enumerate(programs)
+        if program
     )
 
 
-def _idle(problem: Problem, run: Simulation, reasons: Reasons, device: int) -> DeviceIdle:
-    cells = reasons.compute_cells(device)
+def _idle(
+    problem: Problem, program: Program, run: Simulation, reasons: Reasons, device: int
+) -> DeviceIdle:
+    # The cells at which the compute lane begins something: RELEASE included, pairs once.
+    cells = [
+        cell
+        for cell, action in enumerate(program)
+        if action.type not in _TRANSFERS and not action.paired
+    ]
     times = [run.times[device][cell] for cell in cells]
     first, last = times[0].start, times[-1].end
     begin = 0.0 if problem.objective == "makespan" else first
@@ -382,7 +368,7 @@ def _waits(reasons: Reasons, spot: Spot) -> dict[IdleCause, float]:
     at, action, reason = reasons.times(spot), reasons.waiter(spot), reasons.of(spot)
     if reason is None:
         raise AssertionError(f"{action} waits for nothing")
-    if reason.why is Why.TRANSFER:
+    if reason.why == "transfer":
         is_release = action.type is ActionType.RELEASE
         return {IdleCause.RELEASE if is_release else IdleCause.RELOAD: at.start - at.issue}
     output_at = max(at.issue, reasons.times(reason.spot).end)
@@ -426,27 +412,21 @@ def critical_path(
     such chains this is. A shorter piece shortens the schedule only if it is on all of them.
     ``reasons`` are those of ``run``, if the caller has them.
     """
-    device, begin = _ends_last(problem, run)
-    pieces: list[Piece] = []
-    for piece in _backwards(reasons or Reasons(problem, programs, run), programs, run, device):
-        pieces.append(replace(piece, start=max(piece.start, begin)))
-        if piece.start <= begin:
-            break
-    return tuple(reversed(pieces))
-
-
-def _ends_last(problem: Problem, run: Simulation) -> tuple[int, float]:
-    """Return the device on which the chain ends, and the ms at which it begins."""
     last: dict[int, float] = defaultdict(float)
     for device, row in enumerate(run.times):
         last[device] = max((at.end for at in row), default=0.0)
     for sync in run.grad_syncs:
         last[sync.device] = max(last[sync.device], sync.end)
     first = {d: min(at.start for at in row) for d, row in enumerate(run.times) if row}
-    if problem.objective == "makespan":
-        return max(sorted(first), key=lambda d: last[d]), min(first.values())
-    device = max(sorted(first), key=lambda d: last[d] - first[d])
-    return device, first[device]
+    is_span = problem.objective == "span"
+    device = max(sorted(first), key=lambda d: last[d] - (first[d] if is_span else 0.0))
+    begin = first[device] if is_span else min(first.values())
+    pieces: list[Piece] = []
+    for piece in _backwards(reasons or Reasons(problem, programs, run), programs, run, device):
+        pieces.append(replace(piece, start=max(piece.start, begin)))
+        if piece.start <= begin:
+            break
+    return tuple(reversed(pieces))
 
 
 def _backwards(
@@ -459,17 +439,16 @@ def _backwards(
     if syncs and syncs[-1].end > run.times[device][index].end:
         for sync in reversed(syncs):
             yield Piece("grad sync", device, None, sync.start, sync.end)
-            ready = _last_of_stage(programs[device], sync)
+            program = programs[device]
+            kinds = (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD)
+            ready = max(
+                i for i, a in enumerate(program) if a.stage == sync.stage and a.type in kinds
+            )
             if run.times[device][ready].end == sync.start:
                 spot = Spot(device, ready)
                 break
     while spot is not None:
         spot = yield from _step(reasons, spot)
-
-
-def _last_of_stage(program: tuple[Action, ...], sync: GradSync) -> int:
-    kinds = (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD)
-    return max(i for i, a in enumerate(program) if a.stage == sync.stage and a.type in kinds)
 
 
 def _step(reasons: Reasons, spot: Spot) -> Generator[Piece, None, Spot | None]:
@@ -482,17 +461,17 @@ def _step(reasons: Reasons, spot: Spot) -> Generator[Piece, None, Spot | None]:
     if reason is None:
         return None
     came_from = reasons.times(reason.spot)
-    if reason.why is Why.INPUT and (queue := reasons.queue_of(reason.spot)):
+    if reason.why == "input" and (queue := reasons.queue_of(reason.spot)):
         end = at.start
         for message in queue:
             if message.depart < end:
                 taker = reasons.taker_of(message.producer)
                 yield Piece("link", spot.device, taker, message.depart, end)
             end = message.depart
-        return reasons.spot_of(queue[-1].producer)
-    if reason.why is Why.INPUT and came_from.end < at.start:
+        return reasons.passes[queue[-1].producer]
+    if reason.why == "input" and came_from.end < at.start:
         yield Piece("link", spot.device, reasons.waiter(spot), came_from.end, at.start)
-    elif reason.why is Why.QUEUE:
+    elif reason.why == "queue":
         yield Piece("queue", spot.device, action, came_from.end, at.start)
     return reason.spot
 
@@ -510,36 +489,33 @@ def runs_of(pieces: Sequence[Piece]) -> tuple[PathRun, ...]:
 
     A link belongs to the action that it leads to.
     """
-    return tuple(_gathered(pieces))
-
-
-def _gathered(pieces: Sequence[Piece]) -> Iterator[PathRun]:
+    runs = []
     at = 0
     while at < len(pieces):
         first = at + 1 if pieces[at].kind == "link" and at + 1 < len(pieces) else at
         kind = pieces[first].kind
         if kind != "compute":
             end = _same(pieces, first)
-            yield _path_run(kind, pieces[at:end])
+            runs.append(_path_run(kind, pieces[at:end]))
         else:
             device, wave = _same(pieces, first), _wave(pieces, first)
             num_computed = sum(piece.kind == "compute" for piece in pieces[first:wave])
             is_wave = num_computed > device - first
             end = wave if is_wave else device
-            yield _path_run("wave" if is_wave else "device", pieces[at:end])
+            runs.append(_path_run("wave" if is_wave else "device", pieces[at:end]))
         at = end
+    return tuple(runs)
 
 
 def _same(pieces: Sequence[Piece], at: int) -> int:
     """Return where pieces of this kind on this device end."""
     end = at + 1
-    while end < len(pieces) and _place(pieces[end]) == _place(pieces[at]):
+    first = pieces[at]
+    while (
+        end < len(pieces) and pieces[end].kind == first.kind and pieces[end].device == first.device
+    ):
         end += 1
     return end
-
-
-def _place(piece: Piece) -> tuple[str, int]:
-    return piece.kind, piece.device
 
 
 def _wave(pieces: Sequence[Piece], at: int) -> int:
@@ -596,9 +572,10 @@ def lane_slacks(
         factors[over] -= (reached[over] - length) / slopes[over]
         factors = np.maximum(1.0, factors)
         reached, slopes = graph.lengths(factors)
+    uses = [lane_use(problem, lane, graph.busy_ms[lane], 0.0) for lane in graph.lanes]
     found = [
         LaneSlack(lane=use.lane, devices=use.devices, group=use.group, factor=float(factor))
-        for use, factor in zip(map(graph.use_of, graph.lanes), factors, strict=True)
+        for use, factor in zip(uses, factors, strict=True)
     ]
     return tuple(sorted(found, key=lambda one: (round(one.factor, 9), one.devices, one.lane)))
 
@@ -708,10 +685,6 @@ class _PathGraph:
             self._nodes[key] = _PathNode((lane,), sync.end - sync.start, before)
             # The device's last action, and its last reduction.
             self._lasts[sync.device][1:] = [key]
-
-    def use_of(self, lane: OccupiedLane) -> LaneUse:
-        """Return the use of a lane, without a share."""
-        return lane_use(self._problem, lane, self.busy_ms[lane], 0.0)
 
     def lengths(self, factors: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
         """Return the objective if one lane alone is slower, by lane, and how it grows with that."""

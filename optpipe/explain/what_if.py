@@ -232,30 +232,25 @@ class WhatIfAnswer:
 
     def sentence(self) -> str:
         """Return the answer in words."""
-        return f"{self.text}: {self._length()}; {self._proof()}"
-
-    def _length(self) -> str:
-        if self.num_before == self.num_after:
-            unit, before, after = "ms", self.before_ms, self.after_ms
-        else:
+        unit, before, after = "ms", self.before_ms, self.after_ms
+        if self.num_before != self.num_after:
             unit = "ms per micro-batch"
-            before, after = self.before_ms / self.num_before, self.after_ms / self.num_after
+            before, after = before / self.num_before, after / self.num_after
         if abs(self.gain) <= OPTIMAL_GAP:
-            return f"{format_ms(before)} {unit} as before"
-        way = "less" if self.gain > 0 else "more"
-        return (
-            f"{format_ms(before)} -> {format_ms(after)} {unit}, {format_share(abs(self.gain))} "
-            f"{way}"
-        )
-
-    def _proof(self) -> str:
+            length = f"{format_ms(before)} {unit} as before"
+        else:
+            way = "less" if self.gain > 0 else "more"
+            share = format_share(abs(self.gain))
+            length = f"{format_ms(before)} -> {format_ms(after)} {unit}, {share} {way}"
         if self.buys_nothing:
-            return "proven: nothing can be gained"
-        if self.is_proven:
-            return "proven: that is the best"
-        if self.most_gain is None:
-            return "nothing is proven"
-        return f"no schedule gains more than {format_share(self.most_gain)} (proven)"
+            proof = "proven: nothing can be gained"
+        elif self.is_proven:
+            proof = "proven: that is the best"
+        elif self.most_gain is None:
+            proof = "nothing is proven"
+        else:
+            proof = f"no schedule gains more than {format_share(self.most_gain)} (proven)"
+        return f"{self.text}: {length}; {proof}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the values as plain JSON data."""

@@ -114,15 +114,30 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
     row, column and cell of the first action that the runtime cannot run, or would run with wrong
     gradients.
     """
-    _expect_placement(problem)
+    num_devices = len(problem.devices)
+    chunks, rest = divmod(len(problem.stages), num_devices)
+    known = []
+    if rest == 0 and num_devices > 1:
+        known.append(placement_of("loop", num_devices, chunks))
+        if chunks == 2:
+            known.append(placement_of("v", num_devices, chunks))
+    if problem.placement not in known:
+        raise ScheduleFormatError(
+            f"placement {list(problem.placement)} on {num_devices} devices: the zero-bubble "
+            "runtime has two devices or more, and one stage on each, chunks in a loop, or two "
+            "chunks in a V; use optpipe.runtime, or such a placement"
+        )
     for device, program in enumerate(programs):
         _expect_queues(device, program)
     run = simulate(problem, programs)
     rows = _JointOrder(problem, programs, run).rows()
-    text = "".join(
-        f"    (  # device {device}\n" + "".join(map(_row, row)) + "    ),\n"
-        for device, row in enumerate(rows)
-    )
+    text = ""
+    for device, row in enumerate(rows):
+        text += f"    (  # device {device}\n"
+        for node in row:
+            times = (round(node.start, 6), round(node.end, 6))
+            text += f"        {(*node[:4], *times, *node[6:])!r},\n"
+        text += "    ),\n"
     return _TEMPLATE.format(
         problem_hash=problem.problem_hash,
         planned=run.makespan_ms,
@@ -183,7 +198,17 @@ class _JointOrder:
             moment, turn, event = heapq.heappop(self._ready)
             if turn:
                 device, action = event
-                self._act(device, action, moment)
+                at = self._times[device][self._heads[device]]
+                self._heads[device] += 1
+                self._rows[device] += self._nodes(action, at)
+                completed = pass_of(action)
+                if completed is not None:
+                    self._ended[completed] = at.end
+                    if self._peer(completed.reader, completed.stage) is None:
+                        self._finish(completed)
+                    else:
+                        heapq.heappush(self._ready, (max(moment, at.end), 0, completed))
+                self._look_at(device)
             else:
                 self._exchange(event)
         return self._rows
@@ -205,19 +230,6 @@ class _JointOrder:
         moment = at.issue if action.type.is_transfer else at.end
         turn = 1 if action.type.is_backward else 2
         heapq.heappush(self._ready, (moment, turn, (device, action)))
-
-    def _act(self, device: int, action: Action, moment: float) -> None:
-        at = self._times[device][self._heads[device]]
-        self._heads[device] += 1
-        self._rows[device] += self._nodes(action, at)
-        completed = pass_of(action)
-        if completed is not None:
-            self._ended[completed] = at.end
-            if self._peer(completed.reader, completed.stage) is None:
-                self._finish(completed)
-            else:
-                heapq.heappush(self._ready, (max(moment, at.end), 0, completed))
-        self._look_at(device)
 
     def _exchange(self, producer: Pass) -> None:
         stages, moment = (producer.stage, producer.reader), self._ended[producer]
@@ -250,31 +262,19 @@ class _JointOrder:
             )  # fmt: skip
         if cell in self._offloaded and action.type in _ENDS_USE:
             self._used.add(cell)
-            yield from self._let_go(action.stage, at.end)
-
-    def _let_go(self, stage: int, moment: float) -> Iterator[_Node]:
-        """Yield the ends of reloads in the order of the reloads, which is how the runtime has them.
-
-        A fused backward may overtake the weight gradient of an earlier micro-batch.
-        """
-        reloaded = self._held.get(stage, [])
-        while reloaded and (stage, reloaded[0]) in self._used:
-            yield _Node(
-                "OFFLOAD_RECV_END", reloaded.pop(0), self._chunk[stage], stage, moment, moment,
-                offloaded=True,
-            )  # fmt: skip
+            # A fused backward may overtake the weight gradient of an earlier micro-batch.
+            reloaded = self._held.get(action.stage, [])
+            while reloaded and (action.stage, reloaded[0]) in self._used:
+                yield _Node(
+                    "OFFLOAD_RECV_END", reloaded.pop(0), self._chunk[action.stage], action.stage,
+                    at.end, at.end, offloaded=True,
+                )  # fmt: skip
 
     def _peer(self, stage: int, own: int) -> int | None:
         """Return the device of a stage; None if that is the own stage's, or there is none."""
         if not 0 <= stage < len(self._placement) or self._placement[stage] == self._placement[own]:
             return None
         return self._placement[stage]
-
-
-def _row(node: _Node) -> str:
-    numbers = (round(node.start, 6), round(node.end, 6))
-    cells = (node.type, node.microbatch, node.chunk, node.layer_group, *numbers, *node[6:])
-    return f"        {cells!r},\n"
 
 
 def _flags(problem: Problem) -> str:
@@ -378,56 +378,36 @@ _QUEUES = {
 }
 
 
-def _expect_placement(problem: Problem) -> None:
-    num_devices = len(problem.devices)
-    chunks, rest = divmod(len(problem.stages), num_devices)
-    known = []
-    if rest == 0 and num_devices > 1:
-        known.append(placement_of("loop", num_devices, chunks))
-        if chunks == 2:
-            known.append(placement_of("v", num_devices, chunks))
-    if problem.placement not in known:
-        raise ScheduleFormatError(
-            f"placement {list(problem.placement)} on {num_devices} devices: the zero-bubble "
-            "runtime has two devices or more, and one stage on each, chunks in a loop, or two "
-            "chunks in a V; use optpipe.runtime, or such a placement"
-        )
-
-
 def _expect_queues(device: int, program: Program) -> None:
     last: dict[tuple[int, str], int] = {}
     for index, action in enumerate(program):
-        if action.mode:
-            raise _refused(
-                device, index, action, "the zero-bubble runtime has no modes beside keep and "
-                "offload; use optpipe.runtime, or solve a problem with that menu alone",
-            )  # fmt: skip
-        if action.paired:
-            raise _refused(
-                device, index, action, "runs together with the forward before it, and the "
-                "zero-bubble runtime runs one pass at a time; use optpipe.runtime or torch's, or "
-                "solve without pairs",
-            )  # fmt: skip
-        if action.type is ActionType.RECOMPUTE:
-            raise _refused(
-                device, index, action, "the zero-bubble runtime's R makes again only what a layer "
-                "handed in for it (norms, activation functions), not a whole forward; solve "
-                "without recompute_ms",
-            )  # fmt: skip
-        queue = (action.stage, _QUEUES[action.type])
+        queue = (action.stage, _QUEUES.get(action.type, ""))
         before = last.get(queue, -1)
-        if action.microbatch < before:
-            raise _refused(
-                device, index, action, f"comes after micro-batch {before}, but the zero-bubble "
-                f"runtime takes the {queue[1]} of a chunk in the order of the micro-batches, and "
-                "would make wrong gradients silently; use optpipe.runtime, or a schedule that "
-                "keeps the order",
-            )  # fmt: skip
         last[queue] = action.microbatch
-
-
-def _refused(device: int, index: int, action: Action, why: str) -> ScheduleFormatError:
-    return ScheduleFormatError(f"row {device + 1}, column {index + 1}: {action}: {why}")
+        if action.mode:
+            why = (
+                "the zero-bubble runtime has no modes beside keep and offload; use "
+                "optpipe.runtime, or solve a problem with that menu alone"
+            )
+        elif action.paired:
+            why = (
+                "runs together with the forward before it, and the zero-bubble runtime runs one "
+                "pass at a time; use optpipe.runtime or torch's, or solve without pairs"
+            )
+        elif action.type is ActionType.RECOMPUTE:
+            why = (
+                "the zero-bubble runtime's R makes again only what a layer handed in for it "
+                "(norms, activation functions), not a whole forward; solve without recompute_ms"
+            )
+        elif action.microbatch < before:
+            why = (
+                f"comes after micro-batch {before}, but the zero-bubble runtime takes the "
+                f"{queue[1]} of a chunk in the order of the micro-batches, and would make wrong "
+                "gradients silently; use optpipe.runtime, or a schedule that keeps the order"
+            )
+        else:
+            continue
+        raise ScheduleFormatError(f"row {device + 1}, column {index + 1}: {action}: {why}")
 
 
 # --- CSV, one row per device, as torch reads it.
@@ -454,49 +434,40 @@ def dump_csv(programs: Programs, *, for_torch: bool = False) -> str:
         last stage that is not in the order of the micro-batches; or with an empty row.
     """
     if for_torch:
-        _expect_for_torch(programs)
+        last = max((action.stage for program in programs for action in program), default=0)
+        for row, program in enumerate(programs, start=1):
+            if not program:
+                raise ScheduleFormatError(
+                    f"row {row} is empty, but torch's runtime needs an action on every rank; leave "
+                    "that device out of the problem, and solve again"
+                )
+            num_losses = column = 0
+            for action in program:
+                column += not action.paired
+                if action.type in _UNKNOWN_TO_TORCH or action.mode:
+                    what = "modes" if action.mode else action.type.value
+                    raise ScheduleFormatError(
+                        f"row {row}, column {column}: torch's runtime has no {what} ({action}), "
+                        "and without it the program needs more memory than was planned; run it "
+                        "with optpipe.runtime, or solve a problem without bandwidths, "
+                        "recompute_ms and modes"
+                    )
+                if action.stage == last and action.type is ActionType.FORWARD:
+                    if action.microbatch != num_losses:
+                        expected = action._replace(microbatch=num_losses)
+                        raise ScheduleFormatError(
+                            f"row {row}, column {column}: {action} stands where torch's runtime "
+                            f"expects {expected}; it takes the losses of the last stage for those "
+                            "of the micro-batches in their order, and would make wrong gradients "
+                            "silently; run it with optpipe.runtime, or use a schedule that keeps "
+                            "the order"
+                        )
+                    num_losses += 1
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for program in programs:
         writer.writerow(cells_of(program))
     return out.getvalue()
-
-
-def _expect_for_torch(programs: Programs) -> None:
-    last = max((action.stage for program in programs for action in program), default=0)
-    for row, program in enumerate(programs, start=1):
-        if not program:
-            raise ScheduleFormatError(
-                f"row {row} is empty, but torch's runtime needs an action on every rank; leave "
-                "that device out of the problem, and solve again"
-            )
-        num_losses = column = 0
-        for action in program:
-            column += not action.paired
-            if action.type in _UNKNOWN_TO_TORCH or action.mode:
-                raise _unknown_to_torch(row, column, action)
-            if action.stage == last and action.type is ActionType.FORWARD:
-                if action.microbatch != num_losses:
-                    raise _out_of_order(row, column, action, num_losses)
-                num_losses += 1
-
-
-def _unknown_to_torch(row: int, column: int, action: Action) -> ScheduleFormatError:
-    what = "modes" if action.mode else action.type.value
-    return ScheduleFormatError(
-        f"row {row}, column {column}: torch's runtime has no {what} ({action}), and "
-        "without it the program needs more memory than was planned; run it with optpipe.runtime, "
-        "or solve a problem without bandwidths, recompute_ms and modes"
-    )
-
-
-def _out_of_order(row: int, column: int, action: Action, expected: int) -> ScheduleFormatError:
-    return ScheduleFormatError(
-        f"row {row}, column {column}: {action} stands where torch's runtime expects "
-        f"{action._replace(microbatch=expected)}; it takes the losses of the last stage for those "
-        "of the micro-batches in their order, and would make wrong gradients silently; run it with "
-        "optpipe.runtime, or use a schedule that keeps the order"
-    )
 
 
 def load_csv(text: str) -> Programs:
@@ -600,9 +571,29 @@ def layout_text(stage_layers: Sequence[StageLayers], num_devices: int) -> str:
     InputError
         If Megatron-Core cannot place them so on that many pipeline ranks.
     """
-    _check_ends(stage_layers)
-    _check_mtp(stage_layers, num_devices)
-    runs = [(stage, len(list(run))) for stage, run in groupby(map(_letters, stage_layers))]
+    for name, place, index in (("embedding", "first", 0), ("head", "last", len(stage_layers) - 1)):
+        counts = [getattr(layers, name) for layers in stage_layers]
+        if sum(counts) != 1 or counts[index] != 1:
+            raise InputError(
+                f"layers.{name} of the stages = {counts}: Megatron-Core has one, in the {place} "
+                "stage; correct them"
+            )
+    where = [stage for stage, layers in enumerate(stage_layers) if layers.mtp]
+    after = where and any(layers.transformer for layers in stage_layers[where[0] + 1 :])
+    if len(where) > 1 or after or (where and where[0] < len(stage_layers) - num_devices):
+        raise InputError(
+            f"layers.mtp in stages {where}: Megatron-Core has all of them in one of the last "
+            f"{num_devices} stages, behind every transformer layer; move them"
+        )
+    letters = [
+        "".join(
+            letter if (n := getattr(layers, name)) == 1 else f"{letter}*{n}"
+            for letter, name in _FIELDS.items()
+            if getattr(layers, name)
+        )
+        for layers in stage_layers
+    ]
+    runs = [(stage, len(list(run))) for stage, run in groupby(letters)]
     # The last run is one stage, with the head: no group's closing bar ends the text.
     return "".join(f"{stage}|" if n == 1 else f"({stage}|)*{n}" for stage, n in runs)[:-1]
 
@@ -675,34 +666,6 @@ def _layers(problem: Problem) -> list[StageLayers]:
     return stage_layers
 
 
-def _check_ends(stage_layers: Sequence[StageLayers]) -> None:
-    for name, place, index in (("embedding", "first", 0), ("head", "last", len(stage_layers) - 1)):
-        counts = [getattr(layers, name) for layers in stage_layers]
-        if sum(counts) != 1 or counts[index] != 1:
-            raise InputError(
-                f"layers.{name} of the stages = {counts}: Megatron-Core has one, in the {place} "
-                "stage; correct them"
-            )
-
-
-def _check_mtp(stage_layers: Sequence[StageLayers], num_devices: int) -> None:
-    where = [stage for stage, layers in enumerate(stage_layers) if layers.mtp]
-    if not where:
-        return
-    after = any(layers.transformer for layers in stage_layers[where[0] + 1 :])
-    if len(where) > 1 or after or where[0] < len(stage_layers) - num_devices:
-        raise InputError(
-            f"layers.mtp in stages {where}: Megatron-Core has all of them in one of the last "
-            f"{num_devices} stages, behind every transformer layer; move them"
-        )
-
-
-def _letters(layers: StageLayers) -> str:
-    counts = ((layers.embedding, "E"), (layers.transformer, "t"), (layers.mtp, "m"))
-    inner = "".join(letter if n == 1 else f"{letter}*{n}" for n, letter in counts if n)
-    return inner + "L" * layers.head
-
-
 # --- Chrome traces.
 
 
@@ -717,11 +680,8 @@ _THREADS: dict[Lane, tuple[int, str]] = {
 def dump_chrome_trace(problem: Problem, programs: Programs) -> str:
     """Return legal programs, simulated, as the text of a trace file."""
     timeline = make_timeline(problem, programs)
-    rows = [
-        _TraceProcess(device, f"{device}: {own.name}") for device, own in enumerate(problem.devices)
-    ]
-    events = [*_events(problem, rows, timeline), *_sent(problem, timeline)]
-    return _dump(problem, events, _lengths(timeline))
+    events = [*_planned_events(problem, timeline), *_sent(problem, timeline)]
+    return _dump(problem, events, timeline)
 
 
 def dump_planned_beside_measured(
@@ -735,43 +695,39 @@ def dump_planned_beside_measured(
     * ``label``: what the measured rows are called, e.g. "measured, step 50".
     """
     timeline = make_timeline(problem, programs)
-    names = [f"{device}: {own.name}" for device, own in enumerate(problem.devices)]
-    planned = [_TraceProcess(2 * index, f"{name} planned") for index, name in enumerate(names)]
-    events = list(_events(problem, planned, timeline))
-    for index, (name, row) in enumerate(zip(names, measured, strict=True)):
-        process = _TraceProcess(2 * index + 1, f"{name} {label}")
-        times = times_of(programs[index], row)
-        events += _trace_row(process, row)
-        events += _counter(process, memory_curve(problem, index, programs[index], times))
-    events += _arrows(problem, [row.pid + 1 for row in planned], measured, first=len(events))
+    events = list(_planned_events(problem, timeline, step=2, label=" planned"))
+    for device, (own, row) in enumerate(zip(problem.devices, measured, strict=True)):
+        memory = memory_curve(problem, device, programs[device], times_of(programs[device], row))
+        events += _trace_row(2 * device + 1, f"{device}: {own.name} {label}", row, memory)
+    odd = range(1, 2 * len(programs), 2)
+    events += _arrows(problem, odd, measured, first=len(events))
     end = max((item.end for row in measured for item in row), default=0.0)
-    return _dump(problem, events, _lengths(timeline) | {"measured_ms": end})
+    return _dump(problem, events, timeline, measured_ms=end)
 
 
-class _TraceProcess(NamedTuple):
-    """A row of the picture."""
-
-    pid: int
-    name: str
-
-
-def _lengths(timeline: Timeline) -> dict[str, float]:
-    return {"makespan_ms": timeline.makespan_ms, "span_ms": timeline.span_ms}
-
-
-def _dump(problem: Problem, events: list[dict[str, Any]], lengths: dict[str, float]) -> str:
-    about = {"problem": problem.name, "problem_hash": problem.problem_hash}
-    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about | lengths}
+def _dump(
+    problem: Problem, events: list[dict[str, Any]], timeline: Timeline, **lengths: float
+) -> str:
+    about = {
+        "problem": problem.name,
+        "problem_hash": problem.problem_hash,
+        "makespan_ms": timeline.makespan_ms,
+        "span_ms": timeline.span_ms,
+        **lengths,
+    }
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
     return json.dumps(trace, allow_nan=False) + "\n"
 
 
-def _events(
-    problem: Problem, rows: Sequence[_TraceProcess], timeline: Timeline
+def _planned_events(
+    problem: Problem, timeline: Timeline, step: int = 1, label: str = ""
 ) -> Iterator[dict[str, Any]]:
-    for row, intervals, memory in zip(rows, timeline.intervals, timeline.memory, strict=True):
-        yield from _trace_row(row, intervals)
-        yield from _counter(row, memory)
-    yield from _arrows(problem, [row.pid for row in rows], timeline.intervals)
+    """Yield the events of the simulated rows, whose processes are numbered 0, step, 2 step, ..."""
+    rows = zip(problem.devices, timeline.intervals, timeline.memory, strict=True)
+    for device, (own, intervals, memory) in enumerate(rows):
+        yield from _trace_row(step * device, f"{device}: {own.name}{label}", intervals, memory)
+    pids = range(0, step * len(problem.devices), step)
+    yield from _arrows(problem, pids, timeline.intervals)
 
 
 def _arrows(
@@ -802,18 +758,6 @@ def _arrows(
         yield common | {"ph": "f", "bp": "e", "pid": process, "ts": _microseconds(item.start)}
 
 
-def _counter(row: _TraceProcess, memory: Sequence[tuple[float, int]]) -> Iterator[dict[str, Any]]:
-    for moment, held_bytes in memory:
-        yield {
-            "name": "memory",
-            "ph": "C",
-            "ts": _microseconds(moment),
-            "pid": row.pid,
-            "tid": 0,
-            "args": {"bytes": held_bytes},
-        }
-
-
 def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the queues of links: their names, and each message while it occupies one."""
     first = len(problem.devices)
@@ -838,20 +782,23 @@ def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def _trace_row(row: _TraceProcess, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:
-    yield from _names(row, {item.lane for item in intervals})
-    for item in intervals:
-        if item.partner is None or item.action is None or not item.action.paired:
-            yield _complete(row.pid, item)
-
-
-def _names(row: _TraceProcess, used: set[Lane]) -> Iterator[dict[str, Any]]:
-    yield _metadata("process_name", row.pid, 0, {"name": row.name})
-    yield _metadata("process_sort_index", row.pid, 0, {"sort_index": row.pid})
+def _trace_row(
+    pid: int, name: str, intervals: Sequence[Interval], memory: Sequence[tuple[float, int]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the names of a row and its lanes, what ran on them, and the counter of memory."""
+    yield _metadata("process_name", pid, 0, {"name": name})
+    yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+    used = {item.lane for item in intervals}
     for lane, (thread, label) in _THREADS.items():
         if lane in used:
-            yield _metadata("thread_name", row.pid, thread, {"name": label})
-            yield _metadata("thread_sort_index", row.pid, thread, {"sort_index": thread})
+            yield _metadata("thread_name", pid, thread, {"name": label})
+            yield _metadata("thread_sort_index", pid, thread, {"sort_index": thread})
+    for item in intervals:
+        if item.partner is None or item.action is None or not item.action.paired:
+            yield _complete(pid, item)
+    for moment, held_bytes in memory:
+        at, args = _microseconds(moment), {"bytes": held_bytes}
+        yield {"name": "memory", "ph": "C", "ts": at, "pid": pid, "tid": 0, "args": args}
 
 
 def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -860,24 +807,19 @@ def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dic
 
 def _complete(process: int, item: Interval) -> dict[str, Any]:
     start, end = _microseconds(item.start), _microseconds(item.end)
-    action = item.action
+    action, partner = item.action, item.partner
     args: dict[str, Any] = {}
-    name = "gradient reduction"
+    name, category = "gradient reduction", str(item.lane)
     if action is not None:
         args = {"stage": action.stage, "microbatch": action.microbatch}
-        (name,) = cells_of((action,) if item.partner is None else (action, item.partner))
-    if item.partner is not None:
-        args |= {
-            "backward_stage": item.partner.stage,
-            "backward_microbatch": item.partner.microbatch,
-        }
+        (name,) = cells_of((action,) if partner is None else (action, partner))
+        category = action.type.name.lower()
+    if partner is not None:
+        args |= {"backward_stage": partner.stage, "backward_microbatch": partner.microbatch}
+        category = "pair"
     return {
         "name": name,
-        "cat": item.lane
-        if action is None
-        else "pair"
-        if item.partner is not None
-        else action.type.name.lower(),
+        "cat": category,
         "ph": "X",
         "ts": start,
         "dur": round(end - start, 3),

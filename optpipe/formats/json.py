@@ -103,16 +103,12 @@ def _expect_kind(data: dict[str, Any], read: type[FileValue]) -> None:
 
 def dump_problem(problem: Problem) -> str:
     """Return a problem as indented JSON text with defaults filled in."""
-    return _indented(problem)
+    return json.dumps(problem.model_dump(mode="json", by_alias=True), indent=2) + "\n"
 
 
 def dump_model(model: Model) -> str:
     """Return a model as indented JSON text with defaults filled in."""
-    return _indented(model)
-
-
-def _indented(value: Problem | Model) -> str:
-    return json.dumps(value.model_dump(mode="json", by_alias=True), indent=2) + "\n"
+    return json.dumps(model.model_dump(mode="json", by_alias=True), indent=2) + "\n"
 
 
 def dump_schedule(schedule: Schedule) -> str:

@@ -15,7 +15,7 @@ from optpipe.errors import rule_broken
 from optpipe.stage import MOST_COSTS, OF_STAGE, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from pydantic import GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
@@ -129,12 +129,12 @@ def write_document(fields: dict[str, Any]) -> dict[str, Any]:
     if fields["format"] != V2:
         return fields
     others = fields.pop("other_costs", None) or [()] * len(fields["stages"])
-    return {**fields, "stages": list(map(_write_stage, fields["stages"], others))}
-
-
-def _write_stage(stage: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    head = {name: stage[name] for name in OF_STAGE if name in stage}
-    return {"uniform_modes": False, **head, "costs": [_write_cost(one) for one in (stage, *others)]}
+    stages = []
+    for stage, costs in zip(fields["stages"], others, strict=True):
+        head = {name: stage[name] for name in OF_STAGE if name in stage}
+        written = [_write_cost(one) for one in (stage, *costs)]
+        stages.append({"uniform_modes": False, **head, "costs": written})
+    return {**fields, "stages": stages}
 
 
 def _write_cost(stage: dict[str, Any]) -> dict[str, Any]:

@@ -58,21 +58,14 @@ _AFTER = (
     "job_id",
     "message",
 )
-_NUMBERS: Mapping[str, Callable[[str], Any]] = {
-    "index": int,
-    "objective_ms": float,
-    "bound_ms": float,
-    "gap": float,
-    "memory_bytes": int,
-    "seconds": float,
+_NUMBERS: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
+    "objective_ms": (float, format_ms),
+    "bound_ms": (float, format_ms),
+    "gap": (float, format_share),
+    "memory_bytes": (int, format_bytes),
+    "seconds": (float, "{:.1f}".format),
 }
-_SHOWN: Mapping[str, Callable[[Any], str]] = {
-    "objective_ms": format_ms,
-    "bound_ms": format_ms,
-    "gap": format_share,
-    "memory_bytes": format_bytes,
-    "seconds": "{:.1f}".format,
-}
+"""How each number is read from a cell of CSV, and written into one of Markdown."""
 _TITLES = {
     "state": "state",
     "memory": "memory_bytes",
@@ -103,11 +96,12 @@ def dump_sweep(rows: Sequence[SweepRow], form: str) -> str:
     axes = _axes_of(rows)
     lines: list[Sequence[Any]] = [[*_BEFORE, *axes, *_AFTER]]
     for row in rows:
-        fields: Mapping[str, Any] = row
-        values = (
+        # A carriage return is the one character that makes CSV unreadable and is not quoted.
+        plain = {k: v.replace("\r", " ") if isinstance(v, str) else v for k, v in row.items()}
+        values = [
             _value_text(row["values"][axis]) if axis in row["values"] else "" for axis in axes
-        )
-        first, last = ([_cell(fields[name]) for name in names] for names in (_BEFORE, _AFTER))
+        ]
+        first, last = ([plain[name] for name in names] for names in (_BEFORE, _AFTER))
         lines.append([*first, *values, *last])
     return _csv(lines)
 
@@ -118,17 +112,15 @@ def _csv(lines: Iterable[Sequence[Any]]) -> str:
     return out.getvalue()
 
 
-def _cell(value: Any) -> Any:
-    # The one character that makes CSV unreadable and is not quoted by its writer.
-    return value.replace("\r", " ") if isinstance(value, str) else value
-
-
 def load_sweep_csv(text: str) -> list[SweepRow]:
     """Return the rows of such CSV.
 
     Raises `InputError` if it is another table.
     """
-    header, *lines = _cells(text) or [[]]
+    try:
+        header, *lines = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
+    except csv.Error as error:
+        raise InputError(f"the table is no CSV: {error}; give another file") from None
     num_axes = len(header) - len(_BEFORE) - len(_AFTER)
     axes = header[len(_BEFORE) : len(_BEFORE) + num_axes]
     if header != [*_BEFORE, *axes, *_AFTER]:
@@ -142,27 +134,20 @@ def load_sweep_csv(text: str) -> list[SweepRow]:
         raise InputError(f"the table of a sweep is damaged: {error}; give another file") from None
 
 
-def _cells(text: str) -> list[list[str]]:
-    try:
-        return list(csv.reader(io.StringIO(text, newline="")))
-    except csv.Error as error:
-        raise InputError(f"the table is no CSV: {error}; give another file") from None
-
-
 def _row(cells: Sequence[str], axes: Sequence[str]) -> SweepRow:
     # By place: an axis may be called as a column is.
     first, last = len(_BEFORE), len(_BEFORE) + len(axes)
-    texts = dict(zip((*_BEFORE, *_AFTER), (*cells[:first], *cells[last:]), strict=True))
-    values = dict(zip(axes, cells[first:last], strict=True))
-    fields = {name: _field(name, cell) for name, cell in texts.items()}
-    known = {name: _value(cell) for name, cell in values.items() if cell}
-    return cast("SweepRow", fields | {"values": known})
-
-
-def _field(name: str, cell: str) -> Any:
-    if name in _NUMBERS:
-        return _NUMBERS[name](cell) if cell else None
-    return cell if cell or name in ("name", "state") else None
+    fields: dict[str, Any] = {}
+    for name, cell in zip((*_BEFORE, *_AFTER), (*cells[:first], *cells[last:]), strict=True):
+        if name == "index":
+            fields[name] = int(cell)
+        elif name in _NUMBERS:
+            fields[name] = _NUMBERS[name][0](cell) if cell else None
+        else:
+            fields[name] = cell if cell or name in ("name", "state") else None
+    values = zip(axes, cells[first:last], strict=True)
+    fields["values"] = {name: _value(cell) for name, cell in values if cell}
+    return cast("SweepRow", fields)
 
 
 def _value_text(value: Any) -> str:
@@ -193,37 +178,32 @@ def _markdown(columns: Sequence[TableColumn]) -> str:
         ["---:" if column.is_number else "---" for column in columns],
         *zip(*(column.cells for column in columns), strict=True),
     ]
-    return "".join(f"| {' | '.join(map(_plain, cells))} |\n" for cells in lines)
-
-
-def _plain(cell: str) -> str:
-    """Return a text that cannot break a Markdown table."""
-    return " ".join(cell.split()).replace("|", r"\|")
+    text = ""
+    for cells in lines:
+        # No line end and no bar in a cell may break the table.
+        plain = (" ".join(cell.split()).replace("|", r"\|") for cell in cells)
+        text += f"| {' | '.join(plain)} |\n"
+    return text
 
 
 def sweep_columns(rows: Sequence[SweepRow]) -> list[TableColumn]:
     """Return the columns of a Markdown table: the axes (or the names), then the results."""
-    found = [_axis_column(rows, name) for name in _axes_of(rows)] or [
-        TableColumn("problem", tuple(row["name"] or f"#{row['index']}" for row in rows))
-    ]
+    found = []
+    for axis in _axes_of(rows):
+        values = [row["values"].get(axis) for row in rows]
+        cells = tuple(_NONE if value is None else _value_text(value) for value in values)
+        is_number = all(isinstance(value, int | float | None) for value in values)
+        found.append(TableColumn(axis, cells, is_number))
+    if not found:
+        names = tuple(row["name"] or f"#{row['index']}" for row in rows)
+        found.append(TableColumn("problem", names))
     fields: list[Mapping[str, Any]] = [*rows]
     for title, name in _TITLES.items():
-        cells = tuple(_shown(name, row[name]) for row in fields)
-        found.append(TableColumn(title, cells, name in _SHOWN))
+        is_number = name in _NUMBERS
+        write, none = (_NUMBERS[name][1], _NONE) if is_number else (str, "")
+        cells = tuple(none if row[name] is None else write(row[name]) for row in fields)
+        found.append(TableColumn(title, cells, is_number))
     return found
-
-
-def _axis_column(rows: Sequence[SweepRow], name: str) -> TableColumn:
-    values = [row["values"].get(name) for row in rows]
-    is_number = all(isinstance(value, int | float | None) for value in values)
-    cells = [_NONE if value is None else _value_text(value) for value in values]
-    return TableColumn(name, tuple(cells), is_number)
-
-
-def _shown(name: str, value: Any) -> str:
-    if value is None:
-        return _NONE if name in _SHOWN else ""
-    return _SHOWN[name](value) if name in _SHOWN else str(value)
 
 
 # --- The rows of a comparison as tables: Markdown for documents, CSV for programs, cells for

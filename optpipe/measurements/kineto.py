@@ -65,10 +65,7 @@ def read_kineto(
         If a file is no trace or has no range of the pipeline, or ranks contradict each other.
     """
     traces = read_rank_traces(paths, patterns, process)
-    stages_of: dict[int, set[int]] = defaultdict(set)
-    for trace in traces:
-        stages_of[trace.rank] |= {one.stage for one in trace.ranges}
-    device_of = find_devices(stages_of)
+    device_of = find_devices(traces)
     samples, notes = _samples(traces, gpu_time)
     transfers, num_single = _read_messages(traces, device_of)
     sizes, rates = _read_copies(traces, device_of)
@@ -80,7 +77,7 @@ def read_kineto(
         )
     if not transfers and len(device_of) > 1:
         memory_notes.append("The traces hold no messages with sizes: links are not measured.")
-    placement = {stage: device_of[rank] for rank in stages_of for stage in stages_of[rank]}
+    placement = {one.stage: device_of[trace.rank] for trace in traces for one in trace.ranges}
     # A gap is refused when the problem is built, with the stages by name.
     num_stages = 1 + max(placement)
     return Measurements(
@@ -127,44 +124,40 @@ def _samples(
             )
             if found is not None and found.busy is not None:
                 busy[one.stage, one.action].append(found.busy)
-    return tuple(samples), [*_clock_notes(clocks), *_idle_notes(idle), *_busy_notes(busy, gpu_time)]
+    return tuple(samples), list(_time_notes(clocks, idle, busy, gpu_time))
 
 
-def _clock_notes(clocks: set[bool]) -> list[str]:
+def _time_notes(
+    clocks: set[bool],
+    idle: Mapping[tuple[int, str], int],
+    busy: Mapping[tuple[int, str], Sequence[float]],
+    gpu_time: GpuTime,
+) -> Iterator[str]:
     if clocks == {True}:
-        return ["Times are those of the GPU kernels launched inside the ranges."]
-    if clocks == {False}:
-        return [
+        yield "Times are those of the GPU kernels launched inside the ranges."
+    elif clocks == {False}:
+        yield (
             "The traces hold no GPU kernels: times are the CPU's, from the first operator in a "
             "range to the range's end."
-        ]
-    return [
-        "Some traces hold no GPU kernels: their times are the CPU's, the others are those of the "
-        "kernels. Profile all ranks with CUDA activities."
-    ]
-
-
-def _idle_notes(idle: Mapping[tuple[int, str], int]) -> list[str]:
-    if not idle:
-        return []
-    names = _shortened(
-        f"{count} of {stage}{action}" for (stage, action), count in sorted(idle.items())
-    )
-    return [f"Ranges that launched no kernel are left out: {names}."]
-
-
-def _busy_notes(busy: Mapping[tuple[int, str], Sequence[float]], gpu_time: GpuTime) -> list[str]:
-    if gpu_time == "busy":
-        return ["Gaps between the kernels of a range are left out of its time."]
+        )
+    else:
+        yield (
+            "Some traces hold no GPU kernels: their times are the CPU's, the others are those of "
+            "the kernels. Profile all ranks with CUDA activities."
+        )
+    if idle:
+        counts = (f"{n} of {stage}{action}" for (stage, action), n in sorted(idle.items()))
+        yield f"Ranges that launched no kernel are left out: {_shortened(counts)}."
     shares = {key: sum(found) / len(found) for key, found in busy.items()}
     low = sorted((share, key) for key, share in shares.items() if share < _LEAST_BUSY)
-    if not low:
-        return []
-    names = _shortened(f"{100 * share:.0f}% of {stage}{action}" for share, (stage, action) in low)
-    return [
-        f"Kernels ran in {names} only; the rest is waiting, for launches if the profiler slowed "
-        "them down (gpu_time busy leaves it out)."
-    ]
+    if gpu_time == "busy":
+        yield "Gaps between the kernels of a range are left out of its time."
+    elif low:
+        names = (f"{100 * share:.0f}% of {stage}{action}" for share, (stage, action) in low)
+        yield (
+            f"Kernels ran in {_shortened(names)} only; the rest is waiting, for launches if the "
+            "profiler slowed them down (gpu_time busy leaves it out)."
+        )
 
 
 def _shortened(names: Iterable[str]) -> str:
@@ -178,30 +171,27 @@ def _device_facts(
     device_of: Mapping[int, int],
     rates: Mapping[tuple[int, str], float],
 ) -> tuple[DeviceFacts, ...]:
+    """Return the memory of each device's GPU, of replicas the minimum, and its copy rates."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for trace in traces:
+        work = (event for events in trace.process.device_work.values() for event in events)
+        gpu = next((one.args["device"] for one in work if "device" in one.args), None)
+        if gpu in trace.process.gpu_bytes:
+            found[device_of[trace.rank]].append(trace.process.gpu_bytes[gpu])
     facts = []
     for device in range(1 + max(device_of.values())):
-        own = [trace for trace in traces if device_of[trace.rank] == device]
         both = rates.get((device, "OFFLOAD")), rates.get((device, "RELOAD"))
         there, back = both if None not in both else (None, None)
-        facts.append(
-            DeviceFacts(memory_bytes=_gpu_bytes(own), d2h_gb_per_s=there, h2d_gb_per_s=back)
-        )
+        memory = min(found[device], default=None)
+        facts.append(DeviceFacts(memory_bytes=memory, d2h_gb_per_s=there, h2d_gb_per_s=back))
     return tuple(facts)
 
 
-def _gpu_bytes(traces: Iterable[RankTrace]) -> int | None:
-    """Return the memory of the GPU that the kernels ran on; of replicas, the minimum."""
-    found = []
-    for trace in traces:
-        work = (event for events in trace.process.device_work.values() for event in events)
-        device = next((one.args["device"] for one in work if "device" in one.args), None)
-        if device in trace.process.gpu_bytes:
-            found.append(trace.process.gpu_bytes[device])
-    return min(found, default=None)
-
-
-def find_devices(stages_of: Mapping[int, set[int]]) -> dict[int, int]:
+def find_devices(traces: Iterable[RankTrace]) -> dict[int, int]:
     """Return the device of each rank; ranks with the same stages share one."""
+    stages_of: dict[int, set[int]] = defaultdict(set)
+    for trace in traces:
+        stages_of[trace.rank] |= {one.stage for one in trace.ranges}
     devices: dict[frozenset[int], int] = {}
     for rank in sorted(stages_of):
         devices.setdefault(frozenset(stages_of[rank]), len(devices))
@@ -410,7 +400,13 @@ def _read_memory(
         home |= {one.stage: device_of[trace.rank] for one in counted}
         _note_ranges(trace.process, counted, seen)
     recomputed = {stage for stage, found in seen.items() if "RECOMPUTE" in found.left}
-    static = _divide(_resident(traces, device_of), home)
+    resident = _resident(traces, device_of)
+    static: dict[int, int] = {}
+    for device, num_bytes in resident.items():
+        stages = sorted(stage for stage, of in home.items() if of == device)
+        for place, stage in enumerate(stages):
+            share, rest = divmod(num_bytes, len(stages))
+            static[stage] = share + (rest if place == 0 else 0)
     facts = {stage: _sizes(stage, seen) for stage in sorted(set(seen) - recomputed)}
     for stage in set(facts) & set(static):
         facts[stage]["static_bytes"] = static[stage]
@@ -431,17 +427,6 @@ def _resident(traces: Iterable[RankTrace], device_of: Mapping[int, int]) -> dict
             device = device_of[trace.rank]
             found[device] = max(before[-1].total_bytes, found.get(device, 0))
     return found
-
-
-def _divide(resident: Mapping[int, int], home: Mapping[int, int]) -> dict[int, int]:
-    """Return each stage's share of its device's bytes: equal ones, the rest to the first."""
-    static: dict[int, int] = {}
-    for device, num_bytes in resident.items():
-        stages = sorted(stage for stage, of in home.items() if of == device)
-        for place, stage in enumerate(stages):
-            share, rest = divmod(num_bytes, len(stages))
-            static[stage] = share + (rest if place == 0 else 0)
-    return static
 
 
 def _note_ranges(
@@ -603,17 +588,14 @@ def _peer(rank: int, args: Mapping[str, Any]) -> int | None:
     named = args.get(field)
     if isinstance(named, int):
         return named
-    others = [one for one in _group(args.get("Process Group Ranks")) if one != rank]
-    return others[0] if len(others) == 1 else None
-
-
-def _group(ranks: Any) -> list[Any]:
+    ranks = args.get("Process Group Ranks")
     if isinstance(ranks, str):
         try:
             ranks = json.loads(ranks)
         except ValueError:
-            return []  # long lists are cut off with dots
-    return ranks if isinstance(ranks, list) else []
+            return None  # long lists are cut off with dots
+    others = [one for one in ranks if one != rank] if isinstance(ranks, list) else []
+    return others[0] if len(others) == 1 else None
 
 
 def _num_bytes(args: Mapping[str, Any]) -> int:

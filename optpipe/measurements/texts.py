@@ -133,7 +133,17 @@ def _parse_log(text: str) -> _MegatronLog:
             taken = _take(open_block, timer, line, number)
             open_block, timer = (open_block, taken) if taken is not None else (None, "")
         if open_block is None:
-            _read_arguments(line, arguments)
+            argument = _ARGUMENT.search(line)
+            if argument is not None:
+                arguments.setdefault(argument["name"], argument["value"])
+            constant = _MICROBATCHES.search(line)
+            if constant is not None:
+                arguments["num_microbatches"] = constant["value"]
+            world = _WORLD.search(line)
+            if world is not None:
+                for name, value in world.groupdict().items():
+                    if value:
+                        arguments.setdefault(name, value)
     return _MegatronLog(blocks=tuple(blocks), arguments=arguments)
 
 
@@ -168,20 +178,6 @@ def _take(block: _TimerBlock, timer: str, line: str, number: int) -> str | None:
     for value in values:
         block.add(name, None, value, number)
     return ""
-
-
-def _read_arguments(line: str, arguments: dict[str, str]) -> None:
-    argument = _ARGUMENT.search(line)
-    if argument is not None:
-        arguments.setdefault(argument["name"], argument["value"])
-    constant = _MICROBATCHES.search(line)
-    if constant is not None:
-        arguments["num_microbatches"] = constant["value"]
-    world = _WORLD.search(line)
-    if world is not None:
-        for name, value in world.groupdict().items():
-            if value:
-                arguments.setdefault(name, value)
 
 
 # --- Megatron-LM's timer logs as measurements.
@@ -253,7 +249,12 @@ def read_megatron(text: str, run: MegatronRun | None = None) -> Measurements:
     log = _parse_log(text)
     blocks = [block for block in log.blocks if "forward-compute" in block.times]
     if not blocks:
-        raise MeasurementError(_no_timers(log))
+        names = sorted({name for block in log.blocks for name in block.times})
+        seen = f"timers there: {', '.join(names[:8])}" if names else "no timers at all"
+        raise MeasurementError(
+            f"the log has no timer forward-compute ({seen}); run Megatron-LM with "
+            "--timing-log-level 2 --timing-log-option all"
+        )
     layout = _layout(log, run, blocks)
     num_microbatches = run.num_microbatches or _num_microbatches(log)
     samples = tuple(
@@ -270,15 +271,6 @@ def read_megatron(text: str, run: MegatronRun | None = None) -> Measurements:
         placement=tuple(stage % layout.num_pipeline_ranks for stage in range(num_stages)),
         stages=(facts,) * num_stages,
         notes=tuple(_notes(log, blocks, layout, run)),
-    )
-
-
-def _no_timers(log: _MegatronLog) -> str:
-    names = sorted({name for block in log.blocks for name in block.times})
-    seen = f"timers there: {', '.join(names[:8])}" if names else "no timers at all"
-    return (
-        f"the log has no timer forward-compute ({seen}); run Megatron-LM with "
-        "--timing-log-level 2 --timing-log-option all"
     )
 
 
@@ -417,7 +409,17 @@ def read_times(text: str) -> Measurements:
     If rows name ranks, the stages of one rank share a device.
     """
     rows = _rows(text, needed=_TIMES, known=(*_TIMES, *_OPTIONAL))
-    samples = tuple(_sample(row) for row in rows)
+    samples = tuple(
+        _checked(
+            Sample,
+            {
+                name: cell if name == "action" else _number(row, name)
+                for name, cell in row.cells.items()
+            },
+            row.line,
+        )
+        for row in rows
+    )
     return Measurements(source="a table of times", samples=samples, placement=_placement(samples))
 
 
@@ -507,13 +509,6 @@ def _check_header(names: list[str], needed: Sequence[str], known: Sequence[str],
             raise MeasurementError(
                 f"line {line}: column {name!r} {rule}; the columns are {', '.join(known)}"
             )
-
-
-def _sample(row: _CsvRow) -> Sample:
-    cells: dict[str, Any] = {
-        name: cell if name == "action" else _number(row, name) for name, cell in row.cells.items()
-    }
-    return _checked(Sample, cells, row.line)
 
 
 def _checked(kind: type[Value], fields: dict[str, Any], line: int) -> Value:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from optpipe.measurements.trace_file import RankTrace, TraceSource
-    from optpipe.schedule import Action, Program, Programs
+    from optpipe.schedule import Program, Programs
     from optpipe.simulate import Lane
 
 __all__ = ["TracedStep", "read_step", "unit_problem"]
@@ -88,7 +88,11 @@ class TracedStep(NamedTuple):
 
         RELEASE is in no trace. Copies may begin in another order than they are issued.
         """
-        if [_occupying(program) for program in programs] != list(map(_occupying, self.programs)):
+        planned, ran = (
+            [{action.bare for action in program if occupies_lane(action)} for program in rows]
+            for rows in (programs, self.programs)
+        )
+        if planned != ran:
             return False
         for program, row in zip(programs, self.rows, strict=True):
             start_of = {item.action.bare: item.start for item in row if item.action is not None}
@@ -113,10 +117,6 @@ class TracedStep(NamedTuple):
         except InputError:
             return None
         return self.programs
-
-
-def _occupying(program: Program) -> set[Action]:
-    return {action.bare for action in program if occupies_lane(action)}
 
 
 def unit_problem(programs: Programs, names: Sequence[str] = ()) -> Problem:
@@ -172,11 +172,12 @@ def read_step(files: Sequence[TraceSource]) -> TracedStep:
 
     Raises `MeasurementError` if a file is no trace, or no step is in all of them.
     """
-    traces = _read_traces(files)
-    stages_of: dict[int, set[int]] = defaultdict(set)
-    for trace in traces:
-        stages_of[trace.rank] |= {one.stage for one in trace.ranges}
-    device_of = find_devices(stages_of)
+    try:
+        traces = read_rank_traces(files, (), _MEASURED)
+    except MeasurementError:
+        # No process is called that: a profiler names processes after their programs.
+        traces = read_rank_traces(files, ())
+    device_of = find_devices(traces)
     shown = {device: rank for rank, device in reversed(device_of.items())}
     runs: dict[int, dict[int, list[_TracedRun]]] = {device: defaultdict(list) for device in shown}
     has_kernels, has_operators = True, False
@@ -188,20 +189,23 @@ def read_step(files: Sequence[TraceSource]) -> TracedStep:
             has_operators = has_operators or bool(trace.process.operator_starts)
             for step, run in _runs_of(trace, stream):
                 runs[device][step].append(run)
-    step = _last_complete(runs)
+    most = {device: max(map(len, steps.values()), default=0) for device, steps in runs.items()}
+    everywhere = set.intersection(*(set(steps) for steps in runs.values()))
+    complete = [
+        step
+        for step in sorted(everywhere)
+        if all(len(runs[device][step]) == most[device] for device in runs)
+    ]
+    if not complete:
+        raise MeasurementError(
+            "no step is complete in the traces of all ranks; give traces of the same steps"
+        )
+    step = complete[-1]
     start_us = min(run.start_us for steps in runs.values() for run in steps[step])
     rows = tuple(tuple(_intervals(device, runs[device][step], start_us)) for device in sorted(runs))
     names = tuple(f"rank {shown[device]}" for device in sorted(runs))
     clock = "GPU kernels" if has_kernels else "CPU" if has_operators else ""
     return TracedStep(rows, names, step, clock)
-
-
-def _read_traces(files: Sequence[TraceSource]) -> list[RankTrace]:
-    try:
-        return read_rank_traces(files, (), _MEASURED)
-    except MeasurementError:
-        # No process is called that: a profiler names processes after their programs.
-        return read_rank_traces(files, ())
 
 
 def _runs_of(trace: RankTrace, stream: object | None) -> Iterator[tuple[int, _TracedRun]]:
@@ -226,22 +230,6 @@ def _runs_of(trace: RankTrace, stream: object | None) -> Iterator[tuple[int, _Tr
             step = pairs[event.name]
             pairs[event.name] += 1
             yield step, _TracedRun(parse_cell(event.name), event.start_us, event.end_us)
-
-
-def _last_complete(runs: Mapping[int, Mapping[int, Sequence[_TracedRun]]]) -> int:
-    """Return the last step in which every device ran as much as in its fullest step."""
-    most = {device: max(map(len, steps.values()), default=0) for device, steps in runs.items()}
-    everywhere = set.intersection(*(set(steps) for steps in runs.values()))
-    complete = [
-        step
-        for step in sorted(everywhere)
-        if all(len(runs[device][step]) == most[device] for device in runs)
-    ]
-    if not complete:
-        raise MeasurementError(
-            "no step is complete in the traces of all ranks; give traces of the same steps"
-        )
-    return complete[-1]
 
 
 def _intervals(device: int, runs: Iterable[_TracedRun], start_us: float) -> Iterator[Interval]:

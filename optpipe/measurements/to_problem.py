@@ -249,20 +249,15 @@ def fit_links(transfers: Iterable[Transfer]) -> tuple[LinkFit, ...]:
     times: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in transfers:
         times[one.source, one.target][one.num_bytes].append(one.time_ms)
-    return tuple(_fit(pair, times[pair]) for pair in sorted(times))
-
-
-def _fit(pair: tuple[int, int], times: dict[int, list[float]]) -> LinkFit:
-    points = [(size, statistics.median(times[size])) for size in sorted(times)]
-    latency_ms, ms_per_byte = _line(points)
-    return LinkFit(
-        source=pair[0],
-        target=pair[1],
-        latency_ms=latency_ms,
-        bandwidth_gb_per_s=1e-6 / ms_per_byte if ms_per_byte > 0 else None,
-        num_transfers=sum(map(len, times.values())),
-        num_sizes=len(points),
-    )
+    fits = []
+    for source, target in sorted(times):
+        by_size = times[source, target]
+        points = [(size, statistics.median(by_size[size])) for size in sorted(by_size)]
+        latency_ms, ms_per_byte = _line(points)
+        bandwidth = 1e-6 / ms_per_byte if ms_per_byte > 0 else None
+        num_transfers = sum(map(len, by_size.values()))
+        fits.append(LinkFit(source, target, latency_ms, bandwidth, num_transfers, len(points)))
+    return tuple(fits)
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
@@ -310,7 +305,16 @@ def _from_scratch(
     num_microbatches = (
         given.num_microbatches or measurements.num_microbatches or measurements.seen_microbatches
     )
-    gaps = list(_gaps(num_microbatches, stages, devices))
+    gaps = []
+    if num_microbatches is None:
+        gaps.append("num_microbatches: the samples do not name their micro-batches; give it")
+    if bare := [index for index, stage in enumerate(stages) if stage.activation_bytes is None]:
+        gaps.append(
+            f"activation_bytes of stage {_listed(bare)}: what is held from F to the backward, the "
+            "received input included; give it for all stages or in a table"
+        )
+    if bare := [index for index, device in enumerate(devices) if device.memory_bytes is None]:
+        gaps.append(f"memory_bytes of device {_listed(bare)}: its whole memory; give it")
     if gaps:
         raise MeasurementError("\n".join(["not measured, and a problem needs it:", *gaps]))
     links: list[dict[str, Any]] = []
@@ -332,11 +336,11 @@ def _from_scratch(
     }
     known_links = {(link["from"], link["to"]) for link in links}
     known_links |= {(fit.source, fit.target) for fit in measurements.links}
-    notes = [
-        *_assumed_sizes(stages, devices),
-        *_assumed_times(stages, times),
-        *_free_links(placement, known_links),
-    ]
+    notes = [*_assumed_sizes(stages, devices), *_assumed_times(stages, times)]
+    neighbours = _neighbours(placement)
+    free = [f"{a} -> {b}" for a, b in neighbours if not {(a, b), (b, a)} & known_links]
+    if free:
+        notes.append(f"Links {', '.join(free)} were not measured and count as free.")
     return fields, notes
 
 
@@ -349,22 +353,6 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def _at(values: Sequence[Value], index: int, default: Value) -> Value:
     return values[index] if index < len(values) else default
-
-
-def _gaps(
-    num_microbatches: int | None, stages: Sequence[StageFacts], devices: Sequence[DeviceFacts]
-) -> Iterator[str]:
-    if num_microbatches is None:
-        yield "num_microbatches: the samples do not name their micro-batches; give it"
-    bare = [index for index, stage in enumerate(stages) if stage.activation_bytes is None]
-    if bare:
-        yield (
-            f"activation_bytes of stage {_listed(bare)}: what is held from F to the backward, the "
-            "received input included; give it for all stages or in a table"
-        )
-    unlimited = [index for index, device in enumerate(devices) if device.memory_bytes is None]
-    if unlimited:
-        yield f"memory_bytes of device {_listed(unlimited)}: its whole memory; give it"
 
 
 def _neighbours(placement: Sequence[int]) -> list[tuple[int, int]]:
@@ -411,27 +399,7 @@ def _assumed_times(stages: Sequence[StageFacts], times: Sequence[_StageTimes]) -
         )
 
 
-def _free_links(placement: Sequence[int], known: set[tuple[int, int]]) -> Iterator[str]:
-    free = [
-        f"{a} -> {b}"
-        for a, b in _neighbours(placement)
-        if (a, b) not in known and (b, a) not in known
-    ]
-    if free:
-        yield f"Links {', '.join(free)} were not measured and count as free."
-
-
 # --- All that one measuring gave, as one value.
-
-
-def _with_median_rates(facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """Return the last facts of a device, with the medians of its copy rates."""
-    update = {}
-    for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
-        rates = [rate for one in facts if (rate := getattr(one, name)) is not None]
-        if rates:
-            update[name] = statistics.median(rates)
-    return facts[-1].model_copy(update=update)
 
 
 class Measurements(FrozenValue):
@@ -501,7 +469,14 @@ class Measurements(FrozenValue):
         first: dict[int | None, list[int]] = {}
         for rank in {sample.rank for sample in self.samples}:
             steps = {s.step for s in self.samples if s.rank == rank and s.step is not None}
-            first[rank] = _warmup(sorted(steps), num_steps, rank)
+            number = min(1, len(steps) - 1) if num_steps is None else num_steps
+            if steps and number >= len(steps):
+                of_rank = "" if rank is None else f"rank {rank}: "
+                raise MeasurementError(
+                    f"{of_rank}{len(steps)} steps were measured and {number} are to be left out "
+                    "as warm-up; leave out fewer, or measure more"
+                )
+            first[rank] = sorted(steps)[:number] if steps else []
         kept = tuple(s for s in self.samples if s.step is None or s.step not in first[s.rank])
         left_out = len(self.samples) - len(kept)
         if not left_out:
@@ -540,14 +515,19 @@ class Measurements(FrozenValue):
         """
         each = [report.condensed() for report in reports]
         num_devices = max(len(one.devices) for one in each)
-        facts = [
-            [one.devices[index] for one in each if index < len(one.devices)]
-            for index in range(num_devices)
-        ]
+        devices = []
+        for index in range(num_devices):
+            facts = [one.devices[index] for one in each if index < len(one.devices)]
+            update = {}
+            for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
+                rates = [rate for one in facts if (rate := getattr(one, name)) is not None]
+                if rates:
+                    update[name] = statistics.median(rates)
+            devices.append(facts[-1].model_copy(update=update))
         together = each[-1].replaced(
             samples=tuple(sample for one in each for sample in one.samples),
             transfers=tuple(transfer for one in each for transfer in one.transfers),
-            devices=tuple(map(_with_median_rates, facts)),
+            devices=tuple(devices),
         )
         return together.condensed()
 
@@ -566,18 +546,6 @@ class Measurements(FrozenValue):
             If a stage, a time or a size that a problem needs is missing.
         """
         return build_problem(self, given, base).problem
-
-
-def _warmup(steps: list[int], num_steps: int | None, rank: int | None) -> list[int]:
-    if num_steps is None:
-        return steps[:1] if len(steps) > 1 else []
-    if steps and num_steps >= len(steps):
-        of_rank = "" if rank is None else f"rank {rank}: "
-        raise MeasurementError(
-            f"{of_rank}{len(steps)} steps were measured and {num_steps} are to be left out as "
-            "warm-up; leave out fewer, or measure more"
-        )
-    return steps[:num_steps]
 
 
 # --- The problem that measurements describe, with the user's facts if nothing was measured.
@@ -624,22 +592,14 @@ def build_problem(
     fields, notes = (
         _from_scratch(measurements, given, times) if base is None else _replaced(base, given, times)
     )
-    fields["name"] = given.name or _name(measurements, base)
+    before = f"{base.name}, " if base is not None and base.name else ""
+    name = given.name or f"{before}times from {measurements.source}"
+    fields["name"] = (
+        name if given.name or len(name) <= _NAME_CHARS else name[: _NAME_CHARS - 3] + "..."
+    )
     if given.objective is not None:
         fields["objective"] = given.objective
-    fields["links"] = _with_measured_links(fields["links"], measurements, base)
-    try:
-        problem = Problem.parse(fields)
-    except ProblemError as error:
-        raise MeasurementError(f"the measurements make no problem:\n{error}") from None
-    own = [*_time_notes(times), *_link_notes(measurements)]
-    return BuiltProblem(problem, (*measurements.notes, *own, *notes))
-
-
-def _with_measured_links(
-    links: Sequence[dict[str, Any]], measurements: Measurements, base: Problem | None
-) -> list[dict[str, Any]]:
-    by_pair = {(link["from"], link["to"]): link for link in links}
+    by_pair = {(link["from"], link["to"]): link for link in fields["links"]}
     device_in = _device_in(base, measurements.placement) if base else {}
     for fit in measurements.links:
         source, target = (device_in.get(end, end) for end in (fit.source, fit.target))
@@ -649,25 +609,23 @@ def _with_measured_links(
             "latency_ms": fit.latency_ms,
             "bandwidth_gb_per_s": fit.bandwidth_gb_per_s,
         }
-    return [by_pair[pair] for pair in sorted(by_pair)]
-
-
-def _time_notes(times: Sequence[_StageTimes]) -> list[str]:
+    fields["links"] = [by_pair[pair] for pair in sorted(by_pair)]
+    try:
+        problem = Problem.parse(fields)
+    except ProblemError as error:
+        raise MeasurementError(f"the measurements make no problem:\n{error}") from None
     said = {one.note: None for one in times if one.note}  # each once, in order of stages
-    return [
+    own = [
         f"Stage {_listed(index for index, one in enumerate(times) if one.note == note)}: {note}"
         for note in said
     ]
-
-
-def _link_notes(measurements: Measurements) -> list[str]:
     single = [f"{fit.source} -> {fit.target}" for fit in measurements.links if fit.num_sizes == 1]
-    if not single:
-        return []
-    return [
-        f"Messages of one size only were measured on links {', '.join(single)}: "
-        "their latency is part of the bandwidth."
-    ]
+    if single:
+        own.append(
+            f"Messages of one size only were measured on links {', '.join(single)}: "
+            "their latency is part of the bandwidth."
+        )
+    return BuiltProblem(problem, (*measurements.notes, *own, *notes))
 
 
 def _device_in(base: Problem, placement: Sequence[int]) -> dict[int, int]:
@@ -700,12 +658,6 @@ def _check_stages(measurements: Measurements, base: Problem | None) -> None:
             f"stages {_listed(measured)} were measured, but not {_listed(gaps)}; "
             "add the measurements of the ranks that hold them"
         )
-
-
-def _name(measurements: Measurements, base: Problem | None) -> str:
-    before = f"{base.name}, " if base is not None and base.name else ""
-    name = f"{before}times from {measurements.source}"
-    return name if len(name) <= _NAME_CHARS else name[: _NAME_CHARS - 3] + "..."
 
 
 def _replaced(
@@ -809,13 +761,13 @@ def stage_times(
     recompute = medians.get("RECOMPUTE", base.recompute_ms if base else None)
     if "F" not in medians:
         note = f"{note} F was not measured; the base problem's time is kept.".strip()
-    if "RECOMPUTE" not in medians and base is not None and _has_recompute(base):
+    if (
+        "RECOMPUTE" not in medians
+        and base is not None
+        and (base.can_recompute or any(mode.recompute == "apart" for mode in base.modes))
+    ):
         note = f"{note} RECOMPUTE was not measured; the base problem's time is kept.".strip()
     return _StageTimes(forward, backward_input, backward_weight, fused, recompute, note)
-
-
-def _has_recompute(base: Stage) -> bool:
-    return base.can_recompute or any(mode.recompute == "apart" for mode in base.modes)
 
 
 def _backward(
@@ -828,7 +780,23 @@ def _backward(
     if "I" in medians and "W" in medians:
         return medians["I"], medians["W"], fused, ""
     if fused is not None:
-        share, note = _weight_share(weight_share, base)
+        split = base.backward_input_ms + base.backward_weight_ms if base else 0.0
+        if weight_share is not None:
+            share, note = (
+                weight_share,
+                f"only B was measured; W is taken as {weight_share:g} of it.",
+            )
+        elif base is not None and split > 0:
+            share = base.backward_weight_ms / split
+            note = "only B was measured; it is split as in the base."
+        else:
+            share, note = (
+                0.0,
+                (
+                    "only B was measured; all of it counts as I and W as nothing. "
+                    "Give weight_share, or measure I and W, where the backward can be split."
+                ),
+            )
         weight = round(share * fused, 6)
         return round(fused - weight, 6), weight, fused, note
     if base is not None:
@@ -839,18 +807,6 @@ def _backward(
             "neither B nor I and W were measured; the base problem's times are kept.",
         )
     raise MeasurementError(_missing(stage, medians, "I and W, or B"))
-
-
-def _weight_share(share: float | None, base: Stage | None) -> tuple[float, str]:
-    if share is not None:
-        return share, f"only B was measured; W is taken as {share:g} of it."
-    split = base.backward_input_ms + base.backward_weight_ms if base else 0.0
-    if base is not None and split > 0:
-        return base.backward_weight_ms / split, "only B was measured; it is split as in the base."
-    return 0.0, (
-        "only B was measured; all of it counts as I and W as nothing. "
-        "Give weight_share, or measure I and W, where the backward can be split."
-    )
 
 
 def _missing(stage: int, medians: Mapping[MeasuredAction, float], wanted: str) -> str:

@@ -127,21 +127,30 @@ class Process:
 
 def read_trace(path: TraceSource) -> list[Process]:
     """Return the processes of a trace that have named ranges, in order of their ids."""
-    document = _load(path)
-    events = document.get("traceEvents") if isinstance(document, dict) else document
+    loaded = _load(path)
+    document: dict[str, Any] = loaded if isinstance(loaded, dict) else {"traceEvents": loaded}
+    events = document.get("traceEvents")
     if not isinstance(events, list):
         raise MeasurementError(
             f"{path}: no list of events (traceEvents) is in it; name a Chrome trace, as "
             "profiler.export_chrome_trace writes it"
         )
-    info = document.get("distributedInfo") if isinstance(document, dict) else None
+    info = document.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
     if not isinstance(rank, int):
         named = _RANK_IN_NAME.search(path.name)
         rank = int(named[1]) if named else None
     processes = _by_process(path, rank, events)
+    listed = document.get("deviceProperties")
+    gpu_bytes = {
+        one["id"]: one["totalGlobalMem"]
+        for one in (listed if isinstance(listed, list) else ())
+        if isinstance(one, dict)
+        and isinstance(one.get("id"), int)
+        and isinstance(one.get("totalGlobalMem"), int)
+    }
     for process in processes:
-        process.gpu_bytes = _gpu_bytes(document)
+        process.gpu_bytes = gpu_bytes
         process.sort()
     return processes
 
@@ -213,17 +222,6 @@ def _by_process(path: TraceSource, rank: int | None, events: list[Any]) -> list[
         found[key].device_work = device_work
         found[key].name = names.get(key, "")
     return [found[key] for key in keys]
-
-
-def _gpu_bytes(document: Any) -> dict[int, int]:
-    listed = document.get("deviceProperties") if isinstance(document, dict) else None
-    return {
-        one["id"]: one["totalGlobalMem"]
-        for one in (listed if isinstance(listed, list) else ())
-        if isinstance(one, dict)
-        and isinstance(one.get("id"), int)
-        and isinstance(one.get("totalGlobalMem"), int)
-    }
 
 
 def _allocation(raw: dict[str, Any]) -> Allocation | None:
@@ -302,7 +300,7 @@ _WORDS = {
     "backward_weight": "W",
     "recompute": "RECOMPUTE",
 }
-_MOST_MICROBATCHES, _MOST_DIGITS = 10**9, 9
+_MOST_MICROBATCHES, _MOST_DIGITS_OF_A_NUMBER = 10**9, 9
 _LETTERS = ("F", "I", "W", "B", "RECOMPUTE", "OFFLOAD", "RELOAD", "SEND_F")
 
 
@@ -384,7 +382,7 @@ def _number(groups: dict[str, str | None], name: str) -> int | None:
             f"range pattern: group {name} matched {text!r}, which is no number; change the pattern"
         )
     limit = MOST_STAGES if name == "stage" else _MOST_MICROBATCHES
-    if len(text) > _MOST_DIGITS or int(text) >= limit:
+    if len(text) > _MOST_DIGITS_OF_A_NUMBER or int(text) >= limit:
         raise MeasurementError(
             f"a range's name says {name} {text[:40]}: must be below {limit}; change the pattern"
         )
@@ -443,8 +441,9 @@ def read_rank_traces(
     traces = []
     for one in found:
         rank, events, _ = one
-        ranges = tuple(_numbered(one, place_of[rank], runs, steps[rank]))
-        steps[rank] += len(_step_starts(events))
+        starts = [event.start_us for event in events.ranges if event.name.startswith(_STEP)]
+        ranges = tuple(_numbered(one, place_of[rank], runs, starts, steps[rank]))
+        steps[rank] += len(starts)
         traces.append(RankTrace(rank, events, ranges))
     return traces
 
@@ -467,26 +466,26 @@ def _find(
         if ranges:
             found.append((process, ranges))
     if not found:
-        raise MeasurementError(_nothing_found(path, processes))
+        seen = Counter(event.name for process in processes for event in process.ranges)
+        names = ", ".join(repr(name[:60]) for name, _ in seen.most_common(_SHOWN_NAMES))
+        raise MeasurementError(
+            f"{path}: no range is a pipeline action (most frequent: {names or 'no range at all'}); "
+            "record steps of torch's schedule runtime, or give a pattern for the names of your "
+            "ranges"
+        )
     if len(found) == 1 and found[0][0].rank is not None:
         return [(found[0][0].rank, *found[0])]
     return [(place + index, *one) for index, one in enumerate(found)]
 
 
-def _nothing_found(path: TraceSource, processes: Sequence[Process]) -> str:
-    seen = Counter(event.name for process in processes for event in process.ranges)
-    names = ", ".join(repr(name[:60]) for name, _ in seen.most_common(_SHOWN_NAMES))
-    return (
-        f"{path}: no range is a pipeline action (most frequent: {names or 'no range at all'}); "
-        "record steps of torch's schedule runtime, or give a pattern for the names of your ranges"
-    )
-
-
 def _numbered(
-    found: _FoundTrace, place: int, runs: Counter[tuple[int, int, str, int]], first_step: int
+    found: _FoundTrace,
+    place: int,
+    runs: Counter[tuple[int, int, str, int]],
+    starts: Sequence[float],
+    first_step: int,
 ) -> Iterator[TracedRange]:
-    rank, process, ranges = found
-    starts = _step_starts(process)
+    rank, _, ranges = found
     for event, action in ranges:
         stage = place if action.stage is None else action.stage
         if action.microbatch is None:
@@ -497,7 +496,3 @@ def _numbered(
             step = runs[key]
             runs[key] += 1
         yield TracedRange(event, stage, action.action, action.microbatch, step)
-
-
-def _step_starts(process: Process) -> list[float]:
-    return [event.start_us for event in process.ranges if event.name.startswith(_STEP)]

@@ -27,7 +27,6 @@ from optpipe.plot.scene import (
     edges,
     has_side_lanes,
     headline,
-    is_open,
     peaks_of,
     pixels_of,
     places,
@@ -80,7 +79,12 @@ def draw_figure(views: Sequence[View]) -> Any:
     require_drawing(".svg")
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
 
-    gantt_inches, memory_inches = _heights(max(len(view.problem.devices) for view in views))
+    # Rows share a screenful where they are many.
+    num_devices = max(len(view.problem.devices) for view in views)
+    gantt_inches = min(_INCHES_PER_DEVICE * num_devices, _MAX_GANTT)
+    memory_inches = min(gantt_inches, _MAX_MEMORY)
+    if num_devices > _MOST_CURVES:
+        memory_inches = _RANGE_INCHES
     height = len(views) * (_TITLE_INCHES + gantt_inches + memory_inches) + _LEGEND_INCHES
     figure = Figure(figsize=(_WIDTH, min(height, _MAX_HEIGHT)), layout="constrained")
     drawings = [view.drawing for view in views]
@@ -95,16 +99,31 @@ def draw_figure(views: Sequence[View]) -> Any:
     is_mixed = any(len(drawing.bars) > MOST_SHAPES for drawing in drawings)
     mixed = "; a column of pixels mixes the colours of all that happens in it"
     last.set_xlabel(f"time (ms){mixed if is_mixed else ''}")
-    _draw_legend(figure, views)
+    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    used = {action.type for view in views for program in view.programs for action in program}
+    handles: list[Any] = [
+        Patch(color=COLOURS[kind][0], label=f"{LETTERS.get(kind, '')} {NAMES[kind]}".strip())
+        for kind in ActionType
+        if kind in used and kind in NAMES
+    ]
+    handles.append(Patch(color=_LOOK.bubble, label="bubble"))
+    label = "activations"
+    if any(len(view.problem.devices) > _MOST_CURVES for view in views):
+        label = "held by the emptiest to the fullest device"
+    else:
+        handles.append(Patch(color=_LOOK.static, label="weights, gradients, optimizer"))
+    handles += [
+        Patch(color=_LOOK.memory, alpha=_MEMORY_OPACITY, label=label),
+        Line2D([], [], color=_LOOK.limit, linewidth=0.9, label="memory limit"),
+    ]
+    if any(view.has_bound_line for view in views):
+        handles.append(
+            Line2D([], [], color=_LOOK.bound, linewidth=1.2, linestyle="--", label="lower bound")
+        )
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     return figure
-
-
-def _heights(num_devices: int) -> tuple[float, float]:
-    """Return inches of Gantt and memory; rows share a screenful where they are many."""
-    gantt = min(_INCHES_PER_DEVICE * num_devices, _MAX_GANTT)
-    if num_devices > _MOST_CURVES:
-        return gantt, _RANGE_INCHES
-    return gantt, min(gantt, _MAX_MEMORY)
 
 
 def save_figure(views: Sequence[View], path: Path | str) -> None:
@@ -113,20 +132,21 @@ def save_figure(views: Sequence[View], path: Path | str) -> None:
     Raises `InputError` if the suffix is none of `SUFFIXES`, or the file cannot be written. Raises
     `MissingExtraError` if matplotlib is not installed.
     """
-    _save_drawn(lambda: draw_figure(views), path)
+    _save(lambda: draw_figure(views), Path(path))
 
 
-def _save_drawn(draw: Callable[[], Any], path: Path | str) -> None:
-    """Draw a matplotlib Figure into a file; raises as `save_figure`."""
-    target = Path(path)
+def _save(draw: Callable[[], Any], target: Path) -> None:
     if target.suffix not in SUFFIXES:
         raise InputError(
             f"cannot draw {target.name}: the suffix chooses the format; use one of "
             f"{', '.join(SUFFIXES)}"
         )
-    figure = draw()
+    _write_file(target, _bytes_of(draw(), target.suffix))
+
+
+def _write_file(target: Path, content: bytes) -> None:
     try:
-        _write(figure, target, target.suffix)
+        target.write_bytes(content)
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
 
@@ -136,36 +156,26 @@ def draw_svg(views: Sequence[View]) -> bytes:
 
     Raises `MissingExtraError` if matplotlib is not installed.
     """
-    return _svg_of(draw_figure(views))
+    return _bytes_of(draw_figure(views), ".svg")
 
 
-def _svg_of(figure: Any) -> bytes:
-    file = io.BytesIO()
-    _write(figure, file, ".svg")
-    return file.getvalue()
-
-
-def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
+def _bytes_of(figure: Any, suffix: str) -> bytes:
     from matplotlib import rc_context  # noqa: PLC0415 - an optional extra
 
-    _settle(figure)
-    options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
-    stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    with rc_context(options):
-        figure.savefig(target, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
-
-
-def _settle(figure: Any) -> None:
-    """Lay a figure out once, and round: the solver of the layout differs in the last bits.
-
-    With "none" for an engine, `savefig` would still draw once more to lay out.
-    """
+    # Lay out once, and round: the solver of the layout differs in the last bits. With "none" for
+    # an engine, `savefig` would still draw once more to lay out.
     engine = figure.get_layout_engine()
     engine.set(w_pad=_PAD_INCHES)  # texts of a file are a little wider than those of the layout
     engine.execute(figure)
     figure.set_layout_engine(None)
     for axes in figure.axes:
         axes.set_position([round(edge, 5) for edge in axes.get_position().bounds])
+    options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
+    stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    file = io.BytesIO()
+    with rc_context(options):
+        figure.savefig(file, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
+    return file.getvalue()
 
 
 def _plain_text(text: str) -> str:
@@ -194,7 +204,25 @@ def _draw_view(gantt: Any, memory: Any, view: View, drawing: Drawing, *, length_
         gantt.axvline(view.bound_ms, color=_LOOK.bound, linewidth=1.2, linestyle="--", zorder=4)
     _label_rows(gantt, [_plain_text(device.name) for device in problem.devices], 0.0, 8)
     if len(problem.devices) > _MOST_CURVES:
-        _draw_range(memory, problem, drawing)
+        # For more devices than a picture has room for curves.
+        edges = np.linspace(0.0, drawing.makespan_ms, _NUM_MEMORY_COLUMNS + 1)
+        shares = np.array(
+            [
+                peaks_of(curve, drawing.makespan_ms, edges) / max(1, device.usable_bytes)
+                for curve, device in zip(drawing.memory, problem.devices, strict=True)
+            ]
+        )
+        shares = np.concatenate([shares, shares[:, -1:]], axis=1)
+        most, least = shares.max(axis=0), shares.min(axis=0)
+        options: dict[str, Any] = {"step": "post", "linewidth": 0}
+        memory.fill_between(
+            edges, least, most, color=_LOOK.memory, alpha=_MEMORY_OPACITY, **options
+        )
+        memory.fill_between(edges, 1.0, np.maximum(most, 1.0), color=_LOOK.limit, **options)
+        memory.plot(edges, most, drawstyle="steps-post", color=_LOOK.memory, linewidth=1.0)
+        memory.hlines(1.0, 0, drawing.makespan_ms, colors=_LOOK.limit, linewidth=0.9)
+        memory.set_ylim(0.0, 1.12 * max(1.0, float(most.max())))
+        memory.set_yticks([0.0, 0.5, 1.0], ["0", "50%", "100% of the limit"])
         memory.tick_params(axis="y", length=0, labelsize=7)
         _plain_frame(memory)
         return
@@ -216,33 +244,6 @@ def _label_rows(axis: Any, labels: Sequence[str], offset: float, size: int) -> N
 def _plain_frame(axis: Any) -> None:
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
-
-
-def _draw_legend(figure: Any, views: Sequence[View]) -> None:
-    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
-    used = {action.type for view in views for program in view.programs for action in program}
-    handles: list[Any] = [
-        Patch(color=COLOURS[kind][0], label=f"{LETTERS.get(kind, '')} {NAMES[kind]}".strip())
-        for kind in ActionType
-        if kind in used and kind in NAMES
-    ]
-    handles.append(Patch(color=_LOOK.bubble, label="bubble"))
-    label = "activations"
-    if any(len(view.problem.devices) > _MOST_CURVES for view in views):
-        label = "held by the emptiest to the fullest device"
-    else:
-        handles.append(Patch(color=_LOOK.static, label="weights, gradients, optimizer"))
-    handles += [
-        Patch(color=_LOOK.memory, alpha=_MEMORY_OPACITY, label=label),
-        Line2D([], [], color=_LOOK.limit, linewidth=0.9, label="memory limit"),
-    ]
-    if any(view.has_bound_line for view in views):
-        handles.append(
-            Line2D([], [], color=_LOOK.bound, linewidth=1.2, linestyle="--", label="lower bound")
-        )
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
 
 # --- The Gantt chart of one panel of an image file.
@@ -274,37 +275,25 @@ def _draw_gantt(
     if len(bars) > MOST_SHAPES:
         _draw_pixels(axis, bars, num_devices, lanes, length_ms)
         return
-    _draw_shapes(axis, bars, lanes)
-    inches_per_ms = width_inches / length_ms if length_ms > 0 else 0.0
-    _label(axis, bars, inches_per_ms)
-
-
-def _draw_shapes(axis: Any, bars: Bars, lanes: Sequence[LaneEdges]) -> None:
-    """Draw all bars of a colour as one path, in which a bar takes a few bytes."""
     from matplotlib.patches import PathPatch  # noqa: PLC0415 - an optional extra
+    from matplotlib.path import Path as Outline  # noqa: PLC0415
 
     edges = np.array(lanes)[bars.lane] + bars.device[:, np.newaxis]
     codes = codes_of(bars)
     for code in np.unique(codes):
         rows = codes == code
-        outline = _outline(bars.start[rows], bars.end[rows], edges[rows])
+        start, end, (top, bottom) = bars.start[rows], bars.end[rows], edges[rows].T
+        corners = [(start, top), (end, top), (end, bottom), (start, bottom), (start, top)]
+        vertices = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+        steps = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY]
+        outline = Outline(vertices.reshape(-1, 2), np.tile(steps, len(start)))
         axis.add_patch(
             PathPatch(
                 outline, facecolor=BAR_COLOURS[code], edgecolor="white", linewidth=_EDGE, zorder=2
             )
         )
-
-
-def _outline(
-    start: NDArray[np.float64], end: NDArray[np.float64], edges: NDArray[np.float64]
-) -> Any:
-    from matplotlib.path import Path  # noqa: PLC0415 - an optional extra
-
-    top, bottom = edges[:, 0], edges[:, 1]
-    corners = [(start, top), (end, top), (end, bottom), (start, bottom), (start, top)]
-    vertices = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
-    steps = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
-    return Path(vertices.reshape(-1, 2), np.tile(steps, len(start)))
+    inches_per_ms = width_inches / length_ms if length_ms > 0 else 0.0
+    _label(axis, bars, inches_per_ms)
 
 
 def _label(axis: Any, bars: Bars, inches_per_ms: float) -> None:
@@ -333,16 +322,18 @@ def _draw_pixels(
 
     The idle share of a column is transparent and shows the bubble's colour.
     """
+    rows = [[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in BAR_COLOURS]
+    palette = np.array(rows, np.float32)
     pixels = pixels_of(
-        bars, _palette(), num_devices=num_devices, length_ms=length_ms, num_columns=_NUM_COLUMNS
+        bars, palette, num_devices=num_devices, length_ms=length_ms, num_columns=_NUM_COLUMNS
     )
     drawn = np.round(255 * np.concatenate([pixels.colour, pixels.busy[..., np.newaxis]], axis=3))
     image = np.zeros((num_devices, _ROWS_PER_DEVICE, _NUM_COLUMNS, 4), np.uint8)
     heights = (np.arange(_ROWS_PER_DEVICE) + 0.5) / _ROWS_PER_DEVICE - 0.5
     for lane, place in enumerate(lanes):
-        rows = np.flatnonzero((heights >= place.top) & (heights <= place.bottom))
+        inside = np.flatnonzero((heights >= place.top) & (heights <= place.bottom))
         seen = drawn[:, lane, np.newaxis]
-        image[:, rows] = np.where(seen[..., 3:] > 0, seen, image[:, rows])
+        image[:, inside] = np.where(seen[..., 3:] > 0, seen, image[:, inside])
     axis.imshow(
         image.reshape(num_devices * _ROWS_PER_DEVICE, _NUM_COLUMNS, 4),
         extent=(0.0, length_ms, num_devices - 0.5, -0.5),
@@ -350,11 +341,6 @@ def _draw_pixels(
         origin="upper",
         zorder=2,
     )
-
-
-def _palette() -> NDArray[np.float32]:
-    rows = [[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in BAR_COLOURS]
-    return np.array(rows, np.float32)
 
 
 # --- The memory chart of one panel of an image file: what devices hold against their limits.
@@ -383,29 +369,6 @@ def _draw_curves(axis: Any, problem: Problem, drawing: Drawing, *, length_ms: fl
         over = np.minimum(heights, top)
         axis.fill_between(moments, top, over, color=_LOOK.limit, **options)
         axis.hlines(top, 0, end, colors=_LOOK.limit, linewidth=0.9)
-
-
-def _draw_range(axis: Any, problem: Problem, drawing: Drawing) -> None:
-    """Draw what the fullest and the emptiest device hold at each moment, as shares of limits.
-
-    For more devices than a picture has room for curves.
-    """
-    edges = np.linspace(0.0, drawing.makespan_ms, _NUM_MEMORY_COLUMNS + 1)
-    shares = np.array(
-        [
-            peaks_of(curve, drawing.makespan_ms, edges) / max(1, device.usable_bytes)
-            for curve, device in zip(drawing.memory, problem.devices, strict=True)
-        ]
-    )
-    shares = np.concatenate([shares, shares[:, -1:]], axis=1)
-    most, least = shares.max(axis=0), shares.min(axis=0)
-    options: dict[str, Any] = {"step": "post", "linewidth": 0}
-    axis.fill_between(edges, least, most, color=_LOOK.memory, alpha=_MEMORY_OPACITY, **options)
-    axis.fill_between(edges, 1.0, np.maximum(most, 1.0), color=_LOOK.limit, **options)
-    axis.plot(edges, most, drawstyle="steps-post", color=_LOOK.memory, linewidth=1.0)
-    axis.hlines(1.0, 0, drawing.makespan_ms, colors=_LOOK.limit, linewidth=0.9)
-    axis.set_ylim(0.0, 1.12 * max(1.0, float(most.max())))
-    axis.set_yticks([0.0, 0.5, 1.0], ["0", "50%", "100% of the limit"])
 
 
 def _peak_label(problem: Problem, programs: Programs, device: int) -> str:
@@ -449,6 +412,8 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
     """
     require_drawing(".svg")
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
 
     figure = Figure(figsize=_FRONTIER_SIZE, layout="constrained")
     axes = figure.add_subplot()
@@ -457,7 +422,20 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
         _draw_line(
             axes, line, unit, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
         )
-    _draw_frontier_edges(axes, lines, unit)
+    points = [point for line in lines for point in line.points]
+    bottom, top = edges(points)
+    axes.set_ylim(bottom, top)
+    nothing = sorted({point.limit_bytes / unit.size for point in points if point.is_infeasible})
+    axes.plot(
+        nothing,
+        [bottom] * len(nothing),
+        linestyle="none",
+        marker="x",
+        color="#c5221f",
+        label="nothing fits (proven)" if nothing else "_",
+        clip_on=False,
+        zorder=4,
+    )
     axes.set(
         xlabel=f"memory per device ({unit.name})", ylabel="objective (ms)", title=_plain_text(title)
     )
@@ -465,7 +443,19 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    _draw_frontier_legend(figure)
+    handles, labels = axes.get_legend_handles_labels()
+    known: list[Any] = [
+        Line2D([], [], color="#5f6368", linestyle="--", linewidth=1.0),
+        Patch(color="#5f6368", alpha=_SHADE),
+    ]
+    figure.legend(
+        handles=[*handles, *known],
+        labels=[*labels, "lower bound", "not decided"],
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
     return figure
 
 
@@ -474,7 +464,7 @@ def frontier_svg(lines: Sequence[FrontierLine], title: str = "") -> bytes:
 
     Raises `MissingExtraError` if matplotlib is not installed.
     """
-    return _svg_of(draw_frontier(lines, title))
+    return _bytes_of(draw_frontier(lines, title), ".svg")
 
 
 def save_frontier(lines: Sequence[FrontierLine], path: Path | str, title: str = "") -> None:
@@ -485,16 +475,13 @@ def save_frontier(lines: Sequence[FrontierLine], path: Path | str, title: str = 
     """
     target = Path(path)
     if target.suffix != ".html":
-        _save_drawn(lambda: draw_frontier(lines, title), target)
+        _save(lambda: draw_frontier(lines, title), target)
         return
     require_drawing(".html")
     from optpipe.plot.interactive import chart_html, frontier_chart  # noqa: PLC0415 - an extra
 
     page = chart_html(frontier_chart(lines, ""), title=title or "frontier")
-    try:
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
+    _write_file(target, page.encode())
 
 
 def _draw_line(axes: Any, line: FrontierLine, unit: Unit, colour: str, *, is_named: bool) -> None:
@@ -529,42 +516,4 @@ def _draw_line(axes: Any, line: FrontierLine, unit: Unit, colour: str, *, is_nam
         color=colour,
         alpha=_SHADE,
         linewidth=0,
-    )
-
-
-def _draw_frontier_edges(axes: Any, lines: Sequence[FrontierLine], unit: Unit) -> None:
-    """Fit the frame to the numbers, and mark on its lower edge where nothing fits."""
-    points = [point for line in lines for point in line.points]
-    bottom, top = edges(points)
-    axes.set_ylim(bottom, top)
-    nothing = sorted({point.limit_bytes / unit.size for point in points if not is_open(point)})
-    axes.plot(
-        nothing,
-        [bottom] * len(nothing),
-        linestyle="none",
-        marker="x",
-        color="#c5221f",
-        label="nothing fits (proven)" if nothing else "_",
-        clip_on=False,
-        zorder=4,
-    )
-
-
-def _draw_frontier_legend(figure: Any) -> None:
-    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
-    (axes,) = figure.axes
-    handles, labels = axes.get_legend_handles_labels()
-    known: list[Any] = [
-        Line2D([], [], color="#5f6368", linestyle="--", linewidth=1.0),
-        Patch(color="#5f6368", alpha=_SHADE),
-    ]
-    figure.legend(
-        handles=[*handles, *known],
-        labels=[*labels, "lower bound", "not decided"],
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
     )

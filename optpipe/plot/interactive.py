@@ -57,7 +57,6 @@ from optpipe.plot.scene import (
     COMPONENTS,
     LINE_COLOURS,
     PALETTES,
-    Palette,
     Theme,
     Unit,
     edges,
@@ -96,7 +95,12 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     `IllegalScheduleError` if programs get stuck.
     """
     drawings = [view.drawing for view in views]
-    time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))
+    length_ms = max((drawing.makespan_ms for drawing in drawings), default=0.0)
+    length = length_ms or 1.0
+    start, end = -_MARGIN * length, (1 + _MARGIN) * length
+    time = Range1d(
+        start=start, end=end, bounds=(start, end), min_interval=_CLOSEST * length, name="time"
+    )
     tags = [length_of(view.problem, drawing) for view, drawing in zip(views, drawings, strict=True)]
     border_px = left_border([device.name for view in views for device in view.problem.devices])
     has_sides = any(has_side_lanes(drawing.bars) for drawing in drawings)
@@ -120,8 +124,23 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
         figures += [gantt["gantt"], plot]
         plot.visible = memory["select"].visible = drawing.has_memory
         parts.append(gantt | memory)
-    follow = _follow(views, theme)
-    script = _script_of(parts, follow, time)
+    last_microbatch = max((view.problem.num_microbatches for view in views), default=1) - 1
+    follow = NumericInput(
+        title="follow micro-batch",
+        low=0,
+        high=last_microbatch,
+        value=None,
+        placeholder=f"0 to {last_microbatch}",
+        width=150,
+        margin=INPUT_MARGIN,
+        name="follow",
+        stylesheets=[InlineStyleSheet(css=css_of(theme))],
+    )
+    args = {"parts": parts, "follow": follow, "time": time, "veil": VEIL_CODE, "most": MOST_AT_ONCE}
+    script = CustomJS(args=args, code=_script("titles", "labels", "schedules"))
+    follow.js_on_change("value", script)
+    time.js_on_change("start", script)
+    time.js_on_change("end", script)
     for view, bars, part in zip(views, all_bars, parts, strict=True):
         _connect(view, bars, part, script)
     if figures:
@@ -135,25 +154,6 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     )
     legend = Div(text=samples, sizing_mode="stretch_width", margin=(2, 0, 4, 0))
     return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules", tags=tags)
-
-
-def _time_axis(length_ms: float) -> Range1d:
-    """Return the axis that all figures share; it zooms in, and never out of the picture."""
-    length = length_ms or 1.0
-    start, end = -_MARGIN * length, (1 + _MARGIN) * length
-    return Range1d(
-        start=start, end=end, bounds=(start, end), min_interval=_CLOSEST * length, name="time"
-    )
-
-
-def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Range1d) -> CustomJS:
-    """Return the one script of all figures; it runs when what they share changes."""
-    args = {"parts": parts, "follow": follow, "time": time, "veil": VEIL_CODE, "most": MOST_AT_ONCE}
-    script = CustomJS(args=args, code=_script("titles", "labels", "schedules"))
-    follow.js_on_change("value", script)
-    time.js_on_change("start", script)
-    time.js_on_change("end", script)
-    return script
 
 
 def _connect(view: View, bars: GlyphRenderer[Any], part: dict[str, Any], script: CustomJS) -> None:
@@ -181,21 +181,6 @@ def _script(*names: str) -> str:
     """Return files as one module: Bokeh loads modules from text, which cannot import others."""
     folder = files("optpipe.plot")
     return "\n".join(folder.joinpath(f"{name}.mjs").read_text("utf-8") for name in names)
-
-
-def _follow(views: Sequence[View], theme: Theme) -> NumericInput:
-    most = max((view.problem.num_microbatches for view in views), default=1) - 1
-    return NumericInput(
-        title="follow micro-batch",
-        low=0,
-        high=most,
-        value=None,
-        placeholder=f"0 to {most}",
-        width=150,
-        margin=INPUT_MARGIN,
-        name="follow",
-        stylesheets=[InlineStyleSheet(css=css_of(theme))],
-    )
 
 
 # --- The frontier of a sweep to zoom into: the best objective and its bound over the memory limit.
@@ -230,20 +215,42 @@ def frontier_chart(
         _add_line(
             plot, line, unit, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
         )
-    _draw_infeasible(plot, points, unit, bottom + _FOOT * (top - bottom), look)
-    _place_legend(plot)
-    parts = [_heading(title, look), plot] if title else [plot]
+    nothing = sorted({point.limit_bytes / unit.size for point in points if point.is_infeasible})
+    if nothing:
+        plot.scatter(
+            x=nothing,
+            y=[bottom + _FOOT * (top - bottom)] * len(nothing),
+            marker="x",
+            size=11,
+            line_width=2,
+            color=look.limit,
+            legend_label="nothing fits (proven)",
+        )
+    # The legend is below the plot: inside, it would cover points. Without a line there is none.
+    for legend in plot.legend:
+        legend.orientation = "horizontal"
+        legend.ncols = 3
+        legend.click_policy = "hide"
+        plot.add_layout(legend, "below")
+    parts: list[Any] = [plot]
+    if title:
+        # HTML, which breaks into lines where the page is narrow.
+        font = f"bold 13px {FONT}"
+        styles: dict[str, str | None] = {
+            "color": look.text,
+            "font": font,
+            "overflow-wrap": "anywhere",
+        }
+        parts.insert(0, Div(text=escape(title), styles=styles, sizing_mode="stretch_width"))
     return column(*parts, sizing_mode="stretch_width", name="frontier-layout")
 
 
-def _heading(title: str, look: Palette) -> Div:
-    """Return the title as HTML, which breaks into lines where the page is narrow."""
-    styles: dict[str, str | None] = {
-        "color": look.text,
-        "font": f"bold 13px {FONT}",
-        "overflow-wrap": "anywhere",
-    }
-    return Div(text=escape(title), styles=styles, sizing_mode="stretch_width")
+def _words_of(point: Point) -> str:
+    objective_ms = point.objective_ms or 0.0
+    if point.bound_ms is None:
+        return f"{format_ms(objective_ms)} ms, no bound"
+    gap = format_share(gap_of(objective_ms, point.bound_ms) or 0.0)
+    return f"{format_ms(objective_ms)} ms, bound {format_ms(point.bound_ms)} ms, gap {gap}"
 
 
 def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_named: bool) -> None:
@@ -265,57 +272,19 @@ def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_name
         line_dash="dashed",
         line_width=1.5,
     )
-    source = ColumnDataSource(_columns(line, steps.found, unit))
+    source = ColumnDataSource(
+        {
+            "memory": [point.limit_bytes / unit.size for point in steps.found],
+            "ms": [point.objective_ms for point in steps.found],
+            "name": [line.label for _ in steps.found],
+            "told": [_words_of(point) for point in steps.found],
+        }
+    )
     shape: dict[str, Any] = {"mode": "after", "line_color": colour, "line_width": 2}
     plot.step(source=source, x="memory", y="ms", **shape, **named)
     dots = plot.scatter(source=source, x="memory", y="ms", size=7, color=colour)
     tooltips = [("", "@name"), ("memory", f"@memory{{0.[000]}} {unit.name}"), ("", "@told")]
     plot.add_tools(HoverTool(renderers=[dots], tooltips=tooltips))
-
-
-def _columns(line: FrontierLine, found: Sequence[Point], unit: Unit) -> dict[str, list[Any]]:
-    return {
-        "memory": [point.limit_bytes / unit.size for point in found],
-        "ms": [point.objective_ms for point in found],
-        "name": [line.label for _ in found],
-        "told": [_told(point) for point in found],
-    }
-
-
-def _told(point: Point) -> str:
-    objective_ms = point.objective_ms or 0.0
-    if point.bound_ms is None:
-        return f"{format_ms(objective_ms)} ms, no bound"
-    gap = format_share(gap_of(objective_ms, point.bound_ms) or 0.0)
-    return f"{format_ms(objective_ms)} ms, bound {format_ms(point.bound_ms)} ms, gap {gap}"
-
-
-def _draw_infeasible(
-    plot: Any, points: Sequence[Point], unit: Unit, height: float, look: Palette
-) -> None:
-    nothing = sorted({point.limit_bytes / unit.size for point in points if point.is_infeasible})
-    if not nothing:
-        return
-    plot.scatter(
-        x=nothing,
-        y=[height] * len(nothing),
-        marker="x",
-        size=11,
-        line_width=2,
-        color=look.limit,
-        legend_label="nothing fits (proven)",
-    )
-
-
-def _place_legend(plot: Any) -> None:
-    """Put the legend below: inside, it would cover points. Without a line there is none."""
-    if not plot.legend:
-        return
-    legend = plot.legend[0]
-    legend.orientation = "horizontal"
-    legend.ncols = 3
-    legend.click_policy = "hide"
-    plot.add_layout(legend, "below")
 
 
 # --- A bokeh layout as JSON for a page that has BokehJS, or as one file that holds everything.
@@ -442,9 +411,22 @@ def _stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
 
     Bokeh's own merging of toolbars orders tools differently each time.
     """
-    tools = [_tools() for _ in figures]
-    for plot, (pan, wheel, *others) in zip(figures, tools, strict=True):
-        plot.add_tools(pan, wheel, *others)
+    tools: list[list[Tool]] = []
+    for plot in figures:
+        pan, wheel = PanTool(dimensions="width"), WheelZoomTool(dimensions="width")
+        own = [
+            pan,
+            wheel,
+            BoxZoomTool(dimensions="width"),
+            ZoomInTool(dimensions="width"),
+            ZoomOutTool(dimensions="width"),
+            ClickPanTool(direction="left"),
+            ClickPanTool(direction="right"),
+            ResetTool(),
+            SaveTool(),
+        ]
+        tools.append(own)
+        plot.add_tools(*own)
         plot.toolbar.active_drag = pan
         plot.toolbar.active_scroll = wheel
     proxies: list[Tool | ToolProxy] = [
@@ -457,18 +439,3 @@ def _stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
         toolbar_location="above",
         sizing_mode="stretch_width",
     )
-
-
-def _tools() -> list[Tool]:
-    """Return new tools of one figure; those that are active from the start come first."""
-    return [
-        PanTool(dimensions="width"),
-        WheelZoomTool(dimensions="width"),
-        BoxZoomTool(dimensions="width"),
-        ZoomInTool(dimensions="width"),
-        ZoomOutTool(dimensions="width"),
-        ClickPanTool(direction="left"),
-        ClickPanTool(direction="right"),
-        ResetTool(),
-        SaveTool(),
-    ]

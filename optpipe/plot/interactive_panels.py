@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from bokeh.models.renderers import GlyphRenderer
     from numpy.typing import NDArray
 
-    from optpipe.plot.scene import Bars, Curve, Drawing, Theme, View
+    from optpipe.plot.scene import Bars, Drawing, Theme, View
     from optpipe.schedule import ActionType
 
 __all__ = [
@@ -108,9 +108,25 @@ def draw_gantt(
     )
     title = _add_title(plot, f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}")
     _label_devices(plot, view, drawing)
-    _draw_bubbles(plot, drawing, num_devices, look, has_sides=has_sides)
+    # Each row is filled: what no bar covers is idle.
+    place, rows = places(has_sides=has_sides)[0], np.arange(num_devices)
+    plot.quad(
+        left=np.zeros(num_devices),
+        right=np.full(num_devices, drawing.makespan_ms),
+        top=rows + place.top,
+        bottom=rows + place.bottom,
+        fill_color=look.bubble,
+        line_color=None,
+    )
     source = ColumnDataSource(_columns(drawing.bars, has_sides=has_sides))
-    bars = _draw_bars(plot, source, look)
+    is_outlined = len(source.data["left"]) <= _MOST_OUTLINED
+    bars: GlyphRenderer[Any] = plot.quad(
+        source=source,
+        fill_color=_colour_of_code(look),
+        line_color=look.page if is_outlined else None,
+        line_width=0.6,
+        name="bars",
+    )
     labels = ColumnDataSource({name: [] for name in _LABEL_COLUMNS})
     _draw_labels(plot, labels, "glyph")
     path = _draw_path(plot, look)
@@ -121,7 +137,7 @@ def draw_gantt(
         "headline": title.text,
         "bars": source,
         "labels": labels,
-        "letters": [LETTERS.get(kind, "") if kind is not None else "" for kind in KINDS],
+        "letters": _LETTERS,
         "hasChunks": len(view.problem.stages) > num_devices,
         "path": path,
     }
@@ -137,7 +153,10 @@ def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
     """Return a row per bar, in types that are small and exact enough to draw and to describe."""
     lanes = np.array(places(has_sides=has_sides))[bars.lane]
     middle = bars.device[:, np.newaxis]
-    time = _time_type(bars)
+    lengths = (bars.end - bars.start)[bars.end > bars.start]
+    step = float(bars.end.max(initial=0.0)) / 2**_FLOAT32_BITS
+    is_exact = len(lengths) == 0 or step <= _SHORTEST_SHARE * float(lengths.min())
+    time = np.float32 if is_exact else np.float64
     return {
         "left": bars.start.astype(time),
         "right": bars.end.astype(time),
@@ -152,45 +171,9 @@ def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
     }
 
 
-def _time_type(bars: Bars) -> type[np.floating[Any]]:
-    """Return float32 where its steps are a thousandth of the shortest bar, or shorter."""
-    lengths = (bars.end - bars.start)[bars.end > bars.start]
-    step = float(bars.end.max(initial=0.0)) / 2**_FLOAT32_BITS
-    is_exact = len(lengths) == 0 or step <= _SHORTEST_SHARE * float(lengths.min())
-    return np.float32 if is_exact else np.float64
-
-
 def _narrow(column: NDArray[np.int32]) -> NDArray[Any]:
     limits = np.iinfo(np.int16)
     return column.astype(np.int16) if column.max(initial=0) <= limits.max else column
-
-
-def _draw_bubbles(
-    plot: Any, drawing: Drawing, num_devices: int, look: Palette, *, has_sides: bool
-) -> None:
-    """Fill each row: what no bar covers is idle."""
-    place = places(has_sides=has_sides)[0]
-    rows = np.arange(num_devices)
-    plot.quad(
-        left=np.zeros(num_devices),
-        right=np.full(num_devices, drawing.makespan_ms),
-        top=rows + place.top,
-        bottom=rows + place.bottom,
-        fill_color=look.bubble,
-        line_color=None,
-    )
-
-
-def _draw_bars(plot: Any, source: ColumnDataSource, look: Palette) -> GlyphRenderer[Any]:
-    is_outlined = len(source.data["left"]) <= _MOST_OUTLINED
-    drawn: GlyphRenderer[Any] = plot.quad(
-        source=source,
-        fill_color=_colour_of_code(look),
-        line_color=look.page if is_outlined else None,
-        line_width=0.6,
-        name="bars",
-    )
-    return drawn
 
 
 def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:
@@ -303,14 +286,19 @@ def draw_memory(
     unit, size = next((unit for unit in _UNITS if most >= unit[1]), _UNITS[-1])
     devices = _devices(view, drawing, peaks, size)
     chosen = max(range(len(peaks)), key=lambda device: peaks[device] / max(1, limits[device]))
-    shown = _drawn(
-        drawing.memory[chosen],
-        drawing.makespan_ms,
-        name=view.problem.devices[chosen].name,
-        size=size,
-        static_bytes=view.problem.static_bytes_of(chosen),
-        limit_bytes=limits[chosen],
-    )
+    curve = drawing.memory[chosen]
+    levels = np.append(curve.held_bytes, curve.held_bytes[-1]) / size
+    limit_levels = np.full(len(levels), limits[chosen] / size)
+    # The chart's script makes the same columns for other devices.
+    shown: dict[str, NDArray[Any] | list[str]] = {
+        "moment": np.append(curve.moments, drawing.makespan_ms),
+        "zero": np.zeros(len(levels)),
+        "static": np.full(len(levels), view.problem.static_bytes_of(chosen) / size),
+        "held": levels,
+        "limit": limit_levels,
+        "over": np.maximum(levels, limit_levels),
+        "device": [view.problem.devices[chosen].name] * len(levels),
+    }
     plot: Any = figure(
         name=name,
         x_range=time,
@@ -325,20 +313,55 @@ def draw_memory(
     )
     title = _add_title(plot, _label(view, chosen, peaks[chosen]), is_bold=False)
     source = ColumnDataSource(shown)
-    _draw_areas(plot, source, look)
-    _name_device(plot, source, unit)
+    for lower, upper, colour, alpha in (
+        ("zero", "static", look.static, 1.0),
+        ("static", "held", look.memory, 0.55),
+        ("limit", "over", look.limit, 0.8),
+    ):
+        plot.varea_step(
+            source=source,
+            x="moment",
+            y1=lower,
+            y2=upper,
+            step_mode="after",
+            fill_color=colour,
+            fill_alpha=alpha,
+        )
+    # Areas alone have no tooltips: an invisible edge names device, time and memory.
+    edge = plot.step(source=source, x="moment", y="held", mode="after", line_alpha=0)
+    level = f"@held{{0.[0]}} {unit}"
+    tooltips = [("", "@device"), ("from", "@moment{0,0.[0]} ms"), ("holds", level)]
+    plot.add_tools(
+        HoverTool(renderers=[edge], tooltips=tooltips, mode="vline", name="memory-hover")
+    )
     limit = Span(
         location=limits[chosen] / size, dimension="width", line_color=look.limit, line_width=1.5
     )
     plot.add_layout(limit)
     plot.yaxis.ticker.desired_num_ticks = 3
+    # Cut the title to the width of a select box.
+    short = view.title if len(view.title) <= _LABEL else view.title[: _LABEL - 1] + "…"
+    options: list[str | tuple[Any, str]] = [
+        (str(index), device.name) for index, device in enumerate(view.problem.devices)
+    ]
+    select = Select(
+        title=f"memory: {short}",
+        value=str(chosen),
+        options=options,
+        width=150,
+        margin=INPUT_MARGIN,
+        stylesheets=[InlineStyleSheet(css=css_of(theme))],
+    )
+    moments = np.concatenate([curve.moments for curve in drawing.memory])
+    held_levels = np.concatenate([curve.held_bytes for curve in drawing.memory]) / size
+    curves = {"moments": moments.astype(np.float32), "held": held_levels.astype(np.float32)}
     return plot, {
         "memory": title,
-        "curves": _curves(drawing, size),
+        "curves": ColumnDataSource(curves),
         "devices": ColumnDataSource(devices),
         "shown": source,
         "limit": limit,
-        "select": _select(view, chosen, theme),
+        "select": select,
         "end": drawing.makespan_ms,
     }
 
@@ -376,77 +399,6 @@ def _label(view: View, device: int, peak: int) -> str:
     )
 
 
-def _curves(drawing: Drawing, size: int) -> ColumnDataSource:
-    moments = np.concatenate([curve.moments for curve in drawing.memory])
-    levels = np.concatenate([curve.held_bytes for curve in drawing.memory]) / size
-    return ColumnDataSource(
-        {"moments": moments.astype(np.float32), "held": levels.astype(np.float32)}
-    )
-
-
-def _drawn(
-    curve: Curve, end_ms: float, *, name: str, size: int, static_bytes: int, limit_bytes: int
-) -> dict[str, NDArray[Any] | list[str]]:
-    """Return the columns of a drawn curve; the chart's script makes the same for other devices."""
-    levels = np.append(curve.held_bytes, curve.held_bytes[-1]) / size
-    limit = np.full(len(levels), limit_bytes / size)
-    return {
-        "moment": np.append(curve.moments, end_ms),
-        "zero": np.zeros(len(levels)),
-        "static": np.full(len(levels), static_bytes / size),
-        "held": levels,
-        "limit": limit,
-        "over": np.maximum(levels, limit),
-        "device": [name] * len(levels),
-    }
-
-
-def _draw_areas(plot: Any, shown: ColumnDataSource, look: Palette) -> None:
-    for lower, upper, colour, alpha in (
-        ("zero", "static", look.static, 1.0),
-        ("static", "held", look.memory, 0.55),
-        ("limit", "over", look.limit, 0.8),
-    ):
-        plot.varea_step(
-            source=shown,
-            x="moment",
-            y1=lower,
-            y2=upper,
-            step_mode="after",
-            fill_color=colour,
-            fill_alpha=alpha,
-        )
-
-
-def _name_device(plot: Any, shown: ColumnDataSource, unit: str) -> None:
-    """Name device, time and memory under the pointer; areas alone have no tooltips."""
-    edge = plot.step(source=shown, x="moment", y="held", mode="after", line_alpha=0)
-    tooltips = [
-        ("", "@device"),
-        ("from", "@moment{0,0.[0]} ms"),
-        ("holds", f"@held{{0.[0]}} {unit}"),
-    ]
-    plot.add_tools(
-        HoverTool(renderers=[edge], tooltips=tooltips, mode="vline", name="memory-hover")
-    )
-
-
-def _select(view: View, chosen: int, theme: Theme) -> Select:
-    # Cut the title to the width of a select box.
-    title = view.title if len(view.title) <= _LABEL else view.title[: _LABEL - 1] + "…"
-    options: list[str | tuple[Any, str]] = [
-        (str(index), device.name) for index, device in enumerate(view.problem.devices)
-    ]
-    return Select(
-        title=f"memory: {title}",
-        value=str(chosen),
-        options=options,
-        width=150,
-        margin=INPUT_MARGIN,
-        stylesheets=[InlineStyleSheet(css=css_of(theme))],
-    )
-
-
 # --- What the colours of a chart mean, as HTML above it, and in the words of its tooltips.
 
 
@@ -458,14 +410,15 @@ def _word(kind: ActionType | None) -> str:
     return NAMES[kind]
 
 
+_LETTERS = ["" if kind is None else LETTERS.get(kind, "") for kind in KINDS]
 WORDS = tuple(_word(kind) for kind in KINDS)
 """The action of each of `KINDS`."""
 
 
 def legend_of(drawings: Sequence[Drawing], look: Palette, *, has_bound: bool) -> str:
     """Return a line of samples: the actions that some drawings have, and what is always there."""
-    used = sorted({int(kind) for drawing in drawings for kind in set(drawing.bars.kind)})
-    colours = [(BAR_COLOURS[2 * kind], _name(kind)) for kind in used]
+    used = sorted({int(code) for drawing in drawings for code in set(drawing.bars.kind)})
+    colours = [(BAR_COLOURS[2 * code], f"{_LETTERS[code]} {WORDS[code]}".strip()) for code in used]
     colours += [
         (look.bubble, "bubble; % next to a device: its idle share"),
         (look.static, "weights, gradients, optimizer"),
@@ -480,12 +433,6 @@ def legend_of(drawings: Sequence[Drawing], look: Palette, *, has_bound: bool) ->
         f'<div style="display:flex;flex-wrap:wrap;gap:2px 14px;color:{look.text};'
         f'font:12px system-ui,sans-serif;align-items:center">{inner}</div>'
     )
-
-
-def _name(code: int) -> str:
-    kind = KINDS[code]
-    letter = "" if kind is None else LETTERS.get(kind, "")
-    return f"{letter} {WORDS[code]}".strip()
 
 
 def _sample(style: str, name: str) -> str:

@@ -66,7 +66,6 @@ __all__ = [
     "edges",
     "has_side_lanes",
     "headline",
-    "is_open",
     "length_of",
     "peaks_of",
     "pixels_of",
@@ -351,7 +350,7 @@ def edges(points: Sequence[Point]) -> tuple[float, float]:
         height
         for point in points
         for height in (point.objective_ms, point.bound_ms)
-        if height is not None and is_open(point)
+        if height is not None and not point.is_infeasible
     ]
     top, bottom = max(heights, default=1.0), min(heights, default=0.0)
     margin = _MARGIN * (top - bottom or top or 1.0)
@@ -387,16 +386,11 @@ def steps_of(points: Sequence[Point]) -> Steps:
     steps = list(pairwise(between))
     return Steps(
         found,
-        [point for point in ordered if point.bound_ms is not None and is_open(point)],
+        [point for point in ordered if point.bound_ms is not None and not point.is_infeasible],
         [end.limit_bytes for step in steps for end in step],
         [after.bound_ms or 0.0 for _, after in steps for _ in range(2)],
         [before.objective_ms or 0.0 for before, _ in steps for _ in range(2)],
     )
-
-
-def is_open(point: Point) -> bool:
-    """Whether the point has numbers, and is not proven infeasible."""
-    return not point.is_infeasible
 
 
 # --- The positions of a device's lanes in a picture: one row per device, device 0 on top.
@@ -471,20 +465,16 @@ def pixels_of(
     shape = (num_devices, len(LANES), num_columns)
     colour, busy = np.zeros((*shape, 3), np.float32), np.zeros(shape, np.float32)
     codes = codes_of(bars)
-    for rows in _groups((bars.device * len(LANES) + bars.lane) * NUM_CODES + codes):
+    keys = (bars.device * len(LANES) + bars.lane) * NUM_CODES + codes
+    order = np.argsort(keys, kind="stable")
+    changes = np.flatnonzero(np.diff(keys[order])) + 1
+    for rows in np.split(order, changes) if len(keys) else []:
         place = bars.device[rows[0]], bars.lane[rows[0]]
         share = shares_of(bars.start[rows], bars.end[rows], edges)
         busy[place] += share
         colour[place] += share[:, np.newaxis] * palette[codes[rows[0]]]
     colour /= np.maximum(busy, np.finfo(np.float32).tiny)[..., np.newaxis]
     return Pixels(colour=colour, busy=np.minimum(busy, 1.0))
-
-
-def _groups(keys: NDArray[np.int32]) -> list[NDArray[np.int64]]:
-    """Return the rows of each key, in the order of keys."""
-    order = np.argsort(keys, kind="stable")
-    changes = np.flatnonzero(np.diff(keys[order])) + 1
-    return np.split(order, changes) if len(keys) else []
 
 
 def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -39,6 +39,10 @@ _MAX_WIDTH = 200
 _MIN_COLUMNS = 20
 _NOTE_WIDTH = 21
 _LEVELS = 8
+_MOVES: tuple[tuple[Lane, ActionType, str], ...] = (
+    ("d2h", ActionType.OFFLOAD, "down"),
+    ("h2d", ActionType.RELOAD, "up"),
+)
 _DIM, _BOLD, _BAD = Style(dim=True), Style(bold=True), Style(color="red", bold=True)
 
 
@@ -89,49 +93,52 @@ class _Picture:
         self.shared = max(map(len, view.programs)) > self.columns
 
     def lines(self) -> Iterator[Text]:
-        yield self._title()
+        title = Text(no_wrap=True, overflow="ellipsis")
+        title.append(self.view.title or self.problem.name or "schedule", _BOLD)
+        title.append(f"  makespan {format_ms(self.end_ms)} ms")
+        yield title.append(f"  bubble {format_share(bubble_rate(self.problem, self.end_ms))}")
         shown = _spread(len(self.problem.devices), self.view.max_devices)
         for device in shown:
-            yield from self._device(device)
-        yield from self._axis()
+            compute = self._lane(device, "compute")
+            busy = sum(item.end - item.start for item in compute)
+            share = format_share(busy / self.end_ms) if self.end_ms > 0 else "-"
+            name = self.problem.devices[device].name
+            yield self._row(name, self._compute(compute), Text(f"busy {share}"), _BOLD)
+            if self.shared:
+                # The order of passes in short, cut off where it is too long for a line.
+                types = [item.action.type for item in compute if item.action is not None]
+                order = short_order("".join(LETTERS[kind] for kind in types))
+                line = Text(shorten(order, self.columns, placeholder=" ..."))
+                yield self._row(" order", line, Text("passes"), _DIM)
+            for lane, kind, sign in _MOVES:
+                if moves := self._lane(device, lane):
+                    note = Text(f"{len(moves)} {kind.name.lower()}ed")
+                    label = f" {getattr(self.glyphs, sign)} host"
+                    yield self._row(label, self._transfers(moves, kind), note, _DIM)
+            syncs = self._lane(device, "grad_sync")
+            if syncs:
+                body = Text()
+                for block in blocks_of(syncs, self.length_ms, self.end_ms, self.columns):
+                    body.append((self.glyphs.grad_sync if block.interval else " ") * block.width)
+                yield self._row(" grads", body, Text("reduction"), _DIM)
+            yield self._row(" memory", *self._memory(device), _DIM)
+        step = tick_step(self.length_ms, self.columns // 12)
+        ruler = [self.glyphs.ruler] * self.columns
+        labels = [" "] * (self.columns + 12)
+        tick = 0.0
+        while tick <= self.length_ms * (1 + 1e-9) and self.length_ms > 0:
+            column = min(self.columns - 1, round(tick / self.length_ms * self.columns))
+            ruler[column] = self.glyphs.tick
+            text = f"{tick:,.10g}"
+            labels[column : column + len(text)] = text
+            tick += step
+        yield Text(" " * self.gutter + "".join(ruler), style=_DIM)
+        yield Text("ms".ljust(self.gutter) + "".join(labels).rstrip(), style=_DIM)
         if len(shown) < len(self.problem.devices):
             count = f"{len(shown)} of {len(self.problem.devices)} devices shown, evenly spaced"
             yield Text(" " * self.gutter + count, style=_DIM)
         if self.view.legend:
             yield from self._legend()
-
-    def _title(self) -> Text:
-        line = Text(no_wrap=True, overflow="ellipsis")
-        line.append(self.view.title or self.problem.name or "schedule", _BOLD)
-        line.append(f"  makespan {format_ms(self.end_ms)} ms")
-        line.append(f"  bubble {format_share(bubble_rate(self.problem, self.end_ms))}")
-        return line
-
-    def _device(self, device: int) -> Iterator[Text]:
-        compute = self._lane(device, "compute")
-        busy = sum(item.end - item.start for item in compute)
-        share = format_share(busy / self.end_ms) if self.end_ms > 0 else "-"
-        name = self.problem.devices[device].name
-        yield self._row(name, self._compute(compute), Text(f"busy {share}"), _BOLD)
-        if self.shared:
-            yield self._order(compute)
-        yield from self._moves(self._lane(device, "d2h"), ActionType.OFFLOAD, self.glyphs.down)
-        yield from self._moves(self._lane(device, "h2d"), ActionType.RELOAD, self.glyphs.up)
-        syncs = self._lane(device, "grad_sync")
-        if syncs:
-            yield self._row(" grads", self._grad_syncs(syncs), Text("reduction"), _DIM)
-        yield self._row(" memory", *self._memory(device), _DIM)
-
-    def _order(self, compute: list[Interval]) -> Text:
-        """Return the order of passes in short, cut off where it is too long for a line."""
-        letters = "".join(LETTERS[item.action.type] for item in compute if item.action is not None)
-        line = Text(shorten(short_order(letters), self.columns, placeholder=" ..."))
-        return self._row(" order", line, Text("passes"), _DIM)
-
-    def _moves(self, moves: list[Interval], kind: ActionType, sign: str) -> Iterator[Text]:
-        if moves:
-            note = Text(f"{len(moves)} {kind.name.lower()}ed")
-            yield self._row(f" {sign} host", self._transfers(moves, kind), note, _DIM)
 
     def _lane(self, device: int, lane: Lane) -> list[Interval]:
         own = [item for item in self.timeline.intervals[device] if item.lane == lane]
@@ -153,27 +160,21 @@ class _Picture:
             return self._shared(intervals)
         body = Text()
         for block in blocks_of(intervals, self.length_ms, self.end_ms, self.columns):
-            if block.interval is None or block.interval.action is None:
+            action = block.interval.action if block.interval else None
+            if action is None:
                 body.append(self.glyphs.bubble * block.width, _DIM)
-            else:
-                self._block(body, block)
+                continue
+            letter, number = LETTERS.get(action.type, ""), str(action.microbatch)
+            label = letter + number
+            stages = self.problem.stages_of[self.problem.stages[action.stage].device]
+            if len(stages) > 1 and len(f"{action.stage}{label}") <= block.width:
+                label = f"{action.stage}{label}"
+            if len(label) > block.width:
+                label = number if not self.plain and len(number) <= block.width else letter
+            fill = self.glyphs.fill[action.type] if self.plain else " "
+            text = label[: block.width].ljust(block.width, fill)
+            body.append(text, self._colour(action.type, action.microbatch))
         return body
-
-    def _block(self, body: Text, block: _CellBlock) -> None:
-        action = block.interval.action if block.interval else None
-        if action is None:
-            return
-        letter = LETTERS.get(action.type, "")
-        label = f"{letter}{action.microbatch}"
-        stages = self.problem.stages_of[self.problem.stages[action.stage].device]
-        if len(stages) > 1 and len(f"{action.stage}{label}") <= block.width:
-            label = f"{action.stage}{label}"
-        if len(label) > block.width:
-            number = str(action.microbatch)
-            label = number if not self.plain and len(number) <= block.width else letter
-        fill = self.glyphs.fill[action.type] if self.plain else " "
-        text = label[: block.width].ljust(block.width, fill)
-        body.append(text, self._colour(action.type, action.microbatch))
 
     def _colour(self, kind: ActionType, microbatch: int) -> Style:
         return Style(color="black", bgcolor=COLOURS[kind][microbatch % 2])
@@ -226,12 +227,6 @@ class _Picture:
             body.append(text.ljust(block.width, fill), Style(color=shade))
         return body
 
-    def _grad_syncs(self, intervals: list[Interval]) -> Text:
-        body = Text()
-        for block in blocks_of(intervals, self.length_ms, self.end_ms, self.columns):
-            body.append((self.glyphs.grad_sync if block.interval else " ") * block.width)
-        return body
-
     def _memory(self, device: int) -> tuple[Text, Text]:
         """Return the curve from the device's static bytes (lowest) to its limit, and its peak."""
         limit = self.problem.devices[device].usable_bytes
@@ -240,34 +235,16 @@ class _Picture:
         edges = np.linspace(0.0, self.end_ms, max(1, self._num_columns()) + 1)
         levels = peaks_of(curve_of(self.timeline.memory[device]), self.end_ms, edges)
         for level, run in groupby(levels.tolist()):
-            sign = self._memory_sign(level, static, limit)
+            share = (level - static) / (limit - static) if limit > static else 1.0
+            sign = self.glyphs.levels[1 + min(_LEVELS - 1, int(share * _LEVELS))]
+            if level > limit:
+                sign = self.glyphs.over
             body.append(sign * len(list(run)), _BAD if level > limit else Style(color="cyan"))
         peak = device_peak_bytes(self.problem, device, self.view.programs[device])
         note = Text(f"{format_bytes(peak)} = {peak / limit:.0%}" if limit else format_bytes(peak))
         if peak > limit:
             note.stylize(_BAD)
         return body, note
-
-    def _memory_sign(self, level: int, static: int, limit: int) -> str:
-        if level > limit:
-            return self.glyphs.over
-        share = (level - static) / (limit - static) if limit > static else 1.0
-        return self.glyphs.levels[1 + min(_LEVELS - 1, int(share * _LEVELS))]
-
-    def _axis(self) -> Iterator[Text]:
-        step = tick_step(self.length_ms, self.columns // 12)
-        ruler = [self.glyphs.ruler] * self.columns
-        labels = [" "] * (self.columns + 12)
-        tick = 0.0
-        while tick <= self.length_ms * (1 + 1e-9) and self.length_ms > 0:
-            column = min(self.columns - 1, round(tick / self.length_ms * self.columns))
-            ruler[column] = self.glyphs.tick
-            text = f"{tick:,.10g}"
-            labels[column : column + len(text)] = text
-            tick += step
-        yield Text(" " * self.gutter + "".join(ruler), style=_DIM)
-        text = "".join(labels).rstrip() + " ms"
-        yield Text("ms".ljust(self.gutter) + text.removesuffix(" ms"), style=_DIM)
 
     def _legend(self) -> Iterator[Text]:
         low, high = self.glyphs.levels[1], self.glyphs.levels[-1]

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from optpipe import (
     Action,
-    ActionType,
     Problem,
     Programs,
     ScheduleFormatError,
@@ -32,7 +31,7 @@ from optpipe.planning import MODELS, Training, estimate, find_gpu
 from optpipe.problem import placement_of
 from optpipe.simulate import simulate
 from tests.building import UNIT, bus, one_f_one_b, problem, programs, stage
-from tests.strategies import B, Case, F, I, W, actions, cases, few, random_programs
+from tests.strategies import B, F, I, W, actions, few, random_programs
 
 
 def random_problem(placement: list[int], m: int, rng: random.Random) -> Problem:
@@ -412,20 +411,6 @@ def test_what_torch_would_not_run_right_is_refused_for_it_alone(
     assert load_csv(dump_csv(programs(*rows))) == programs(*rows)
 
 
-@given(cases())
-def test_for_torch_a_schedule_is_refused_or_written_as_ever(case: Case) -> None:
-    """Refused where it holds an action of our own, or the last stage leaves the order."""
-    last = len(case.problem.stages) - 1
-    cells = [action for row in case.programs for action in row]
-    forwards = [a.microbatch for a in cells if a.stage == last and a.type is ActionType.FORWARD]
-    runs = forwards == sorted(forwards) and all(action.type.value in "FIWB" for action in cells)
-    if runs and all(case.programs):
-        assert dump_csv(case.programs, for_torch=True) == dump_csv(case.programs)
-    else:
-        with pytest.raises(ScheduleFormatError):
-            dump_csv(case.programs, for_torch=True)
-
-
 LAYERS = [{"embedding": 1, "transformer": 2}, {"transformer": 3}, {"transformer": 2, "head": 1}]
 
 
@@ -468,14 +453,6 @@ def test_a_layout_repeats_nothing_without_end() -> None:
     for text in ("Et*100001L", "E(t|)*99999999999L", "Et*(9)*9L", "(t*999)*999" * 300):
         with pytest.raises(InputError, match=r"\*\d+ it has more than 100,000 letters; correct"):
             read_layout(text)
-
-
-def test_layers_of_multi_token_prediction_have_their_letter_and_number() -> None:
-    given = cut(LAYERS[0], {"transformer": 3}, {"mtp": 2, "head": 1})
-    assert megatron_layout(given) == (
-        "--num-layers 5 --mtp-num-layers 2 --pipeline-model-parallel-size 3 "
-        "--pipeline-model-parallel-layout 'Et*2|t*3|m*2L'"
-    )
 
 
 @pytest.mark.parametrize(

@@ -152,12 +152,6 @@ def test_no_text_ends_in_anything_but_our_own_error(text: str) -> None:
         load_schedule(text)
 
 
-@given(st.integers(0, len(dump_problem(everything_at_once()[0])) - 2))
-def test_a_truncated_problem_is_refused(length: int) -> None:
-    with pytest.raises(ProblemError, match=r"not JSON|empty"):
-        load_problem(dump_problem(everything_at_once()[0])[:length])
-
-
 def test_a_file_that_cannot_be_read_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*none.json: No such file.*check the path"):
         read_text(tmp_path / "none.json")

@@ -1,13 +1,10 @@
 """Megatron's log in every form it was printed in; tables, refused with the line."""
 
-import statistics
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.measurements import (
-    Given,
     MeasurementError,
     Measurements,
     MegatronRun,
@@ -81,66 +78,77 @@ def test_a_boundary_tensor_follows_from_the_arguments() -> None:
     assert read_megatron(single).stages[0].output_bytes == 2**25
 
 
-def test_chunks_of_a_rank_are_equal_and_loop() -> None:
-    """Two chunks: rank 0 holds stages 0 and 2, each half of its time."""
-    arguments = ARGUMENTS.replace("parallel_size ............ None", "parallel_size ............ 2")
-    run = read_megatron(arguments + all_ranks([160, 160, 320, 320], [160, 160, 320, 320]))
-    assert run.placement == (0, 1, 0, 1)
-    assert medians(run)["2F"] == medians(run)["0F"] == 10
-    assert any("chunks are taken to be equal" in note for note in run.notes)
-
-
-def test_pipeline_ranks_may_lie_inside_data_ranks() -> None:
-    """With use_tp_pp_dp_mapping global ranks 0, 1 are stages 0, 1 of the first replica."""
-    arguments = ARGUMENTS.replace("tensor_model_parallel_size ...................... 2", "")
-    arguments = arguments.replace("tensor-model-parallel size: 2", "tensor-model-parallel size: 1")
-    arguments += "  use_tp_pp_dp_mapping ............................ True\n"
-    run = read_megatron(arguments + all_ranks([80, 160, 80, 160], [80, 160, 80, 160]))
-    assert medians(run) == {"0F": 10, "0B": 10, "1F": 20, "1B": 20}
-
-
-def test_least_and_most_of_all_ranks_need_equal_stages() -> None:
-    """They do not say whose they are; told that all are equal, both count for each stage."""
-    log = ARGUMENTS + min_max((80, 96), (160, 176))
-    with pytest.raises(MeasurementError, match=r"line \d+: minmax of all ranks does not say"):
-        read_megatron(log)
-    run = read_megatron(log, MegatronRun(equal_stages=True))
-    assert medians(run) == {"0F": 11, "0B": 21, "1F": 11, "1B": 21}
-    assert any("taken to be equal" in note for note in run.notes)
-
-
-def test_one_stage_needs_nobody_to_say_whose_times_they_are() -> None:
-    """Data parallel only: least and most are both of stage 0."""
-    run = read_megatron(
-        min_max((80, 96), (160, 176)), MegatronRun(num_microbatches=8, num_stages=1)
+CHUNKED = ARGUMENTS.replace("parallel_size ............ None", "parallel_size ............ 2")
+INSIDE = (
+    ARGUMENTS.replace("tensor_model_parallel_size ...................... 2", "").replace(
+        "tensor-model-parallel size: 2", "tensor-model-parallel size: 1"
     )
-    assert medians(run) == {"0F": 11, "0B": 21}
+    + "  use_tp_pp_dp_mapping ............................ True\n"
+)
+LINE = "time (ms) | forward-compute: 80.00 | backward-compute: 160.00 | loader: n/a\n"
+SINGLE = "\n    forward-compute ....: 80.00\n    backward-compute ...: 160.0\n"
+RECOMPUTED = EVEN.replace("granularity ........................... None",
+                          "granularity ........................... full")  # fmt: skip
+EQUAL = MegatronRun(equal_stages=True)
 
 
-def test_the_old_form_is_of_the_last_stage() -> None:
-    """One line per interval, printed by the last rank."""
-    line = "time (ms) | forward-compute: 80.00 | backward-compute: 160.00 | optimizer: 3.00\n"
-    run = read_megatron(ARGUMENTS + line + ITERATION + line)
-    assert medians(run) == {"1F": 10, "1B": 20}
-    assert any("last rank only: stage 1" in note for note in run.notes)
-
-
-@pytest.mark.parametrize("header", ["max time across ranks (ms):", "time (ms):"])
-def test_single_numbers_count_for_equal_stages(header) -> None:
-    log = f"{ARGUMENTS}{header}\n    forward-compute ....: 80.00\n    backward-compute ...: 160.0\n"
-    run = read_megatron(log, MegatronRun(equal_stages=True))
-    assert medians(run) == {"0F": 10, "0B": 20, "1F": 10, "1B": 20}
-
-
-def test_other_timers_may_say_anything() -> None:
-    line = "time (ms) | forward-compute: 80.0 | backward-compute: 160.0 | loader: n/a\n"
-    assert medians(read_megatron(ARGUMENTS + line)) == {"1F": 10, "1B": 20}
-
-
-def test_recomputation_is_said_to_be_in_the_backward() -> None:
-    none = "granularity ........................... None"
-    notes = read_megatron(EVEN.replace(none, none.replace("None", "full"))).notes
-    assert "The run recomputed activations: B includes the recomputation." in notes
+@pytest.mark.parametrize(
+    ("log", "run", "expected", "note"),
+    [
+        # Two chunks: rank 0 holds stages 0 and 2, each half of its time.
+        (
+            CHUNKED + all_ranks([160, 160, 320, 320], [160, 160, 320, 320]),
+            None,
+            {"0F": 10, "0B": 10, "1F": 20, "1B": 20, "2F": 10, "2B": 10, "3F": 20, "3B": 20},
+            "chunks are taken to be equal",
+        ),
+        # Global ranks 0, 1 are stages 0, 1 of the first replica.
+        (
+            INSIDE + all_ranks([80, 160, 80, 160], [80, 160, 80, 160]),
+            None,
+            {"0F": 10, "0B": 10, "1F": 20, "1B": 20},
+            "Links are not measured",
+        ),
+        # All stages are equal: minimum and maximum count for each stage.
+        (
+            ARGUMENTS + min_max((80, 96), (160, 176)),
+            EQUAL,
+            {"0F": 11, "0B": 21, "1F": 11, "1B": 21},
+            "taken to be equal",
+        ),
+        # Data parallel only: minimum and maximum are both of stage 0.
+        (
+            min_max((80, 96), (160, 176)),
+            MegatronRun(num_microbatches=8, num_stages=1),
+            {"0F": 11, "0B": 21},
+            "Links are not measured",
+        ),
+        # The last rank prints one line per interval; other timers may have any text.
+        (
+            ARGUMENTS + LINE + ITERATION + LINE,
+            None,
+            {"1F": 10, "1B": 20},
+            "last rank only: stage 1",
+        ),
+        (
+            f"{ARGUMENTS}max time across ranks (ms):{SINGLE}",
+            EQUAL,
+            {"0F": 10, "0B": 20, "1F": 10, "1B": 20},
+            "taken to be equal",
+        ),
+        (
+            f"{ARGUMENTS}time (ms):{SINGLE}",
+            EQUAL,
+            {"0F": 10, "0B": 20, "1F": 10, "1B": 20},
+            "taken to be equal",
+        ),
+        (RECOMPUTED, None, {"0F": 1, "0B": 1, "1F": 1, "1B": 1}, "B includes the recomputation"),
+    ],
+)
+def test_each_form_gives_the_times_of_its_stages(log, run, expected, note) -> None:
+    found = read_megatron(log, run)
+    assert medians(found) == expected
+    assert note in "\n".join(found.notes)
 
 
 @pytest.mark.parametrize(
@@ -161,21 +169,17 @@ def test_recomputation_is_said_to_be_in_the_backward() -> None:
         ),
         (ARGUMENTS + all_ranks([8] * 6, [8] * 6), None, "a time of rank 5, but names world_size 4"),
         (EVEN, MegatronRun(num_stages=3), "4 ranks cannot be"),
+        (CHUNKED + EVEN, MegatronRun(num_stages=3), "must be a multiple of the 2 chunks"),
         (
-            EVEN.replace("parallel_size ............ None", "parallel_size ............ 2"),
-            MegatronRun(num_stages=3),
-            "must be a multiple of the 2 chunks",
+            ARGUMENTS + min_max((1, 2), (3, 4)),
+            None,
+            r"line \d+: minmax of all ranks does not say",
         ),
     ],
 )
 def test_logs_that_do_not_say_enough_are_refused(log, run, message) -> None:
     with pytest.raises(MeasurementError, match=message):
         read_megatron(log, run)
-
-
-ENOUGH = Given.model_validate(
-    {"num_microbatches": 4, "stage": {"activation_bytes": 9}, "device": {"memory_bytes": 99}}
-)
 
 
 def test_a_table_is_read_whatever_the_order_of_its_columns() -> None:
@@ -210,22 +214,6 @@ samples = st.builds(
 def test_samples_survive_the_table(found) -> None:
     written = Measurements(source="test", samples=tuple(found))
     assert read_times(dump_times(written)).samples == written.samples
-
-
-@given(st.lists(st.tuples(*(st.lists(times, min_size=1, max_size=9),) * 3), min_size=1, max_size=4))
-def test_a_problem_has_the_medians_of_the_table(stages) -> None:
-    """Samples -> table -> problem: the medians of the samples, to the nanosecond."""
-    found = [
-        Sample.model_validate({"stage": stage, "action": action, "time_ms": time_ms})
-        for stage, of_stage in enumerate(stages)
-        for action, list_ms in zip("FIW", of_stage, strict=True)
-        for time_ms in list_ms
-    ]
-    text = dump_times(Measurements(source="test", samples=tuple(found)))
-    built = read_times(text).problem(ENOUGH)
-    for one_stage, of_stage in zip(built.stages, stages, strict=True):
-        medians = one_stage.forward_ms, one_stage.backward_input_ms, one_stage.backward_weight_ms
-        assert medians == tuple(round(statistics.median(list_ms), 6) for list_ms in of_stage)
 
 
 HEADER = "stage,action,time_ms\n"

@@ -82,13 +82,6 @@ def test_too_few_times_are_refused(times, message) -> None:
         measured(times).problem(ENOUGH)
 
 
-def test_the_micro_batches_seen_are_counted() -> None:
-    samples = [Sample(stage=0, action="F", time_ms=1, microbatch=j) for j in range(6)]
-    samples.append(Sample(stage=0, action="B", time_ms=1, microbatch=0))
-    rest = Given(stage=ENOUGH.stage, device=ENOUGH.device)
-    assert Measurements(source="test", samples=tuple(samples)).problem(rest).num_microbatches == 6
-
-
 def test_one_stage_counts_before_all_and_all_before_measured() -> None:
     """Described stages, then what is given for every stage, then the measured facts."""
     times = measured({(s, a): [1.0] for s in range(2) for a in ("F", "B")})
@@ -324,24 +317,18 @@ def test_the_problem_stays_the_same(samples: list[Sample], transfers: list[Trans
     assert len(kept.transfers) == len({one.num_bytes for one in transfers})
 
 
-def test_the_spread_of_eleven_times() -> None:
-    """0, 10, ..., 100 in disorder: the 5th percentile lies half-way between the first two."""
-    times = [50, 0, 100, 10, 90, 20, 80, 30, 70, 40, 60]
-    assert spread(times) == TimeSpread(
-        num_samples=11, median_ms=50, p5_ms=5.0, p95_ms=95.0, mad_ms=30
-    )
-
-
-def test_an_outlier_moves_neither_median_nor_deviation() -> None:
-    """The mean of these is 202.8 ms."""
-    found = spread([1, 2, 3, 1000, 8])
-    assert (found.median_ms, found.mad_ms) == (3, 2)
-
-
-def test_one_time_is_all_its_quantiles() -> None:
-    assert spread([7.5]) == TimeSpread(
-        num_samples=1, median_ms=7.5, p5_ms=7.5, p95_ms=7.5, mad_ms=0
-    )
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        # In disorder: the 5th percentile lies half-way between the first two.
+        ([50, 0, 100, 10, 90, 20, 80, 30, 70, 40, 60], TimeSpread(11, 50, 5.0, 95.0, 30)),
+        # An outlier moves neither median nor deviation; the mean of these is 202.8 ms.
+        ([1, 2, 3, 1000, 8], TimeSpread(5, 3, 1.2, 801.6, 2)),
+        ([7.5], TimeSpread(1, 7.5, 7.5, 7.5, 0)),
+    ],
+)
+def test_median_quantiles_and_deviation(times, expected) -> None:
+    assert spread(times) == expected
 
 
 # Latency and bandwidth fitted to messages.
@@ -382,9 +369,3 @@ def test_odd_messages_give_a_link_that_can_be(points, latency_ms, gb_per_s) -> N
     (fit,) = fit_links(messages(*points))
     assert fit.latency_ms == latency_ms
     assert fit.bandwidth_gb_per_s == (gb_per_s and pytest.approx(gb_per_s))
-
-
-def test_directions_are_links_of_their_own() -> None:
-    there, back = messages((10**6, 1.0))[0], Transfer(source=1, target=0, num_bytes=5, time_ms=1)
-    assert [(fit.source, fit.target) for fit in fit_links([back, there])] == [(0, 1), (1, 0)]
-    assert fit_links([]) == ()

@@ -81,7 +81,7 @@ class Trace:
         return {"Collective name": verb, **sizes}
 
     def write(self, path: Path) -> Path:
-        gpus = [{"id": 0, "name": "GPU", "totalGlobalMem": 80_000}]
+        gpus = [{"id": 0, "name": "GPU", "totalGlobalMem": 80 * 10**9}]
         document: dict[str, Any] = {"schemaVersion": 1, "traceEvents": self.events}
         document["deviceProperties"] = gpus
         if self.rank is not None:

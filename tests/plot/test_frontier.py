@@ -82,14 +82,7 @@ def test_an_svg_names_lines_axes_and_title() -> None:
 
 @pytest.mark.parametrize(
     ("memory_bytes", "unit"),
-    [
-        (80 * 2**30, "GiB"),
-        (2**30, "GiB"),
-        (5 * 2**20, "MiB"),
-        (4096, "KiB"),
-        (12, "B"),
-        (None, "GiB"),
-    ],
+    [(2**30, "GiB"), (5 * 2**20, "MiB"), (4096, "KiB"), (12, "B"), (None, "GiB")],
 )
 def test_the_axis_has_a_unit_that_fits(memory_bytes: int | None, unit: str) -> None:
     """GiB, unless all limits are below one; of nothing too."""

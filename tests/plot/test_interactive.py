@@ -195,14 +195,6 @@ def test_names_cannot_end_the_script_they_stand_in(odd, small_problem, small_pro
     assert "<" not in item
 
 
-@pytest.mark.extended
-def test_64_devices_and_512_microbatches_are_a_few_megabytes() -> None:
-    """98,304 bars: the numbers compressed, BokehJS beside them."""
-    problem, programs = large_case(64, 512)
-    item = chart_item(schedule_chart([View("1F1B", problem, programs)]))
-    assert len(item) < 3_000_000
-
-
 def test_the_memory_chart_begins_with_the_fullest_device() -> None:
     problem, programs = large_case(4, 8)
     layout = schedule_chart([View("1F1B", problem, programs)])
