@@ -112,7 +112,7 @@ def value_of(expression: Linear | Constraint, values: Mapping[Variable, float]) 
 
 
 class MilpStatus(StrEnum):
-    """What a MILP run has proven; ``UNDECIDED`` after a limit, a stop or a numerical error."""
+    """The result of a MILP run; ``UNDECIDED`` after a limit, a stop or a numerical error."""
 
     OPTIMAL = "optimal"
     INFEASIBLE = "infeasible"
@@ -223,7 +223,7 @@ def solve_milp(
 
 
 class _Callbacks:
-    """What HiGHS calls during a run; ``raised`` is the first exception of a caller's function."""
+    """The callbacks of one run; ``raised`` is the first exception of a caller's function."""
 
     def __init__(
         self,
