@@ -1,17 +1,15 @@
 """Time (docs/specification.md, "Time"): a ticking clock agrees; finer points by hand."""
 
-import random
 from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from optpipe import IllegalScheduleError, Problem, Programs, make_timeline, parse_action, simulate
 from optpipe.simulate import bubble_rate, idle_shares
 from tests.building import UNIT, bus, offloadable, one_f_one_b, problem, programs, stage
 from tests.oracle import Ticking
-from tests.strategies import Case, cases, slowed
+from tests.strategies import Case, cases
 
 
 def spans(posed: Problem, rows: Programs) -> dict[str, tuple[float, float]]:
@@ -103,32 +101,6 @@ def test_simulation_agrees_with_a_clock_that_ticks(case: Case) -> None:
                 action
             )
     assert (run.makespan_ms, run.span_ms) == lengths
-
-
-@given(cases(menus=True))
-def test_no_schedule_is_shorter_than_its_busiest_device(case: Case) -> None:
-    run = simulate(*case)
-    assert run.makespan_ms >= run.span_ms >= case.problem.busy_ms
-
-
-@given(cases(menus=True, pairs=True), st.sampled_from([0.125, 0.5, 2.0, 1024.0]))
-def test_scaling_all_times_scales_everything(case: Case, factor: float) -> None:
-    run, slow = simulate(*case), simulate(slowed(case.problem, factor), case.programs)
-    assert slow.makespan_ms == run.makespan_ms * factor
-    assert slow.span_ms == run.span_ms * factor
-    for lane, slow_lane in zip(run.times, slow.times, strict=True):
-        assert [at.start * factor for at in lane] == [at.start for at in slow_lane]
-
-
-@given(cases(menus=True, pairs=True), st.integers(0, 2**32))
-def test_equal_micro_batches_may_change_names(case: Case, seed: int) -> None:
-    order = list(range(case.problem.num_microbatches))
-    random.Random(seed).shuffle(order)
-    renamed = tuple(
-        tuple(action._replace(microbatch=order[action.microbatch]) for action in row)
-        for row in case.programs
-    )
-    assert simulate(case.problem, renamed).times == simulate(*case).times
 
 
 # Timelines: lanes, bubbles and memory curves, by hand.

@@ -107,8 +107,6 @@ class Stop:
         As given.
     above, steps
         The turn of which this is a part, if any, and how many units of work here make one there.
-    helpers_cpu_s
-        CPU seconds that other threads have spent for this turn (see `help_by`).
     """
 
     def __init__(
@@ -125,7 +123,6 @@ class Stop:
         self.work = work
         self.threads = threads
         self.seed = seed
-        self.helpers_cpu_s = 0.0
         self._should_stop = should_stop
         self.above: Stop | None = None
         self.steps = 1.0
@@ -210,12 +207,6 @@ class Stop:
     def spend(self, amount: float) -> None:
         """Count work that was done, in this turn's unit."""
         self._spent += amount
-
-    def help_by(self, cpu_s: float) -> None:
-        """Count CPU seconds that another thread has spent for this turn."""
-        self.helpers_cpu_s += cpu_s
-        if self.above is not None:
-            self.above.help_by(cpu_s)
 
     def is_told(self) -> bool:
         """Whether a caller requests a stop, here or above."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
     from optpipe_solver.arrays.encoding import CompiledProblem, Metrics
-    from optpipe_solver.budget import Stop
 
 __all__ = ["Goal", "Incumbent", "grid_ms"]
 
@@ -119,13 +118,13 @@ class Incumbent:
         return time.perf_counter() - self.began
 
     @contextmanager
-    def clocked(self, part: str, stop: Stop | None = None) -> Iterator[None]:
-        """Count the CPU seconds of this thread, and of those that help it, as those of a part."""
+    def clocked(self, part: str) -> Iterator[None]:
+        """Count the CPU seconds of this thread as those of a part."""
         began = time.thread_time()
         try:
             yield
         finally:
-            spent = time.thread_time() - began + (stop.helpers_cpu_s if stop is not None else 0.0)
+            spent = time.thread_time() - began
             with self._lock:
                 self.cpu_seconds[part] = self.cpu_seconds.get(part, 0.0) + spent
 

@@ -25,7 +25,7 @@ The module also has random numbers, which compiled code draws from a state that 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -86,7 +86,9 @@ def lean(function: _F) -> _F:
 
 def _kernel(function: Any, options: dict[str, Any]) -> Any:
     kernel = _Kernel(function, targetoptions=dict(options), pipeline_class=_WholeCompiler)
-    kernel.enable_caching()
+    # numba raises RuntimeError where it may write to no folder; `warm` logs that once.
+    with suppress(RuntimeError):
+        kernel.enable_caching()
     return kernel
 
 
@@ -186,17 +188,19 @@ class _PartCompiler(_WholeCompiler):
 
 
 _is_compiling: Callable[[], bool] = bool
+_may_load: Callable[[], bool] = bool
 _namespaces: dict[int, dict[str, Any]] = {}
 
 
-def interpret_while(is_compiling: Callable[[], bool]) -> None:
+def interpret_while(is_compiling: Callable[[], bool], may_load: Callable[[], bool]) -> None:
     """Run the Python source of kernels that are not in the cache while another process compiles.
 
     Each result is the same to the last bit. A kernel takes 5 to 100 times as long. Its machine code
-    is loaded at the first call after the other process has stored it.
+    is loaded at the first call after the other process has stored it. Until ``may_load``, the cache
+    may hold kernels of other sources, and none is loaded.
     """
-    global _is_compiling  # noqa: PLW0603 - numba asks each kernel, which knows only its function
-    _is_compiling = is_compiling
+    global _is_compiling, _may_load
+    _is_compiling, _may_load = is_compiling, may_load
 
 
 class _Kernel(CPUDispatcher):
@@ -206,6 +210,8 @@ class _Kernel(CPUDispatcher):
         """Return the function that numba's dispatcher calls: machine code, or Python."""
         if not _is_compiling():
             return super().compile(sig)
+        if not _may_load():
+            return self._interpret
         stored = self._cache.load_overload(sig, self.targetctx)  # type: ignore[attr-defined]
         if stored is None:
             return self._interpret

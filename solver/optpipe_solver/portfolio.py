@@ -301,7 +301,7 @@ def improve(
                 step.share, step.at_most, steps=step.part.per_unit, seed=stop.seed + number
             )
             bound_ms = best.bound_ms
-            with best.clocked(step.part.name, turn):
+            with best.clocked(step.part.name):
                 step.part.run(best, turn)
             if stop.work is not None:
                 best.work = stop.spent

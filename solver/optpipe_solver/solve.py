@@ -224,7 +224,7 @@ class _SolveRun:
             self.best.work = self.stop.spent
 
         def lower() -> None:
-            with self.best.clocked("less memory", stop):
+            with self.best.clocked("less memory"):
                 lower_peaks(self.best, stop, self.family_ms)
 
         run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)

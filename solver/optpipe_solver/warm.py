@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -66,10 +67,13 @@ def ensure_warm(*, whole: bool = True) -> None:
         Whether to wait for all kernels, up to two minutes. Else wait only for those of starts and
         bounds. Another process compiles the others meanwhile, and goes on when this one ends.
     """
+    if not _can_keep():
+        _compile_for_this_process()
+        return
     if _mark().exists() or (not whole and _mark("starts").exists()):
         return
     _log.warning("compiling kernels, once per installation: about a minute")
-    if whole or not _can_keep():
+    if whole:
         warm_up()
         return
     _begin_cache()
@@ -92,20 +96,20 @@ def warm_in_background(problem: Problem) -> Callable[[], bool]:
     if 3 * len(problem.stages) * problem.num_microbatches > _MOST_INTERPRETED:
         ensure_warm(whole=False)
     global _background  # noqa: PLW0603 - one for all calls of this process
-    if _mark().exists():
-        return lambda: True
     if not _can_keep():
         ensure_warm()
+        return lambda: True
+    if _mark().exists():
         return lambda: True
     if _background is None:
         _log.warning(
             "compiling kernels in the background, once per installation: about a minute; "
             "the search starts after that"
         )
-        _begin_cache()
         _background = Thread(target=_compile_elsewhere, daemon=True, name="compile")
         _background.start()
-        interpret_while(_background.is_alive)
+        # The other process begins the cache: another version may be compiling into it until then.
+        interpret_while(_background.is_alive, _mark("begun").exists)
     background, search_mark = _background, _mark("search")
     return lambda: search_mark.exists() or not background.is_alive()
 
@@ -118,8 +122,7 @@ def warm_up() -> None:
     compile for itself.
     """
     if not _can_keep():
-        for compile_part in (_compile_starts, _compile_bounds, _compile_models, _compile_search):
-            compile_part()
+        _compile_for_this_process()
         return
     _begin_cache()
     with _lock():
@@ -130,6 +133,17 @@ def warm_up() -> None:
                 _mark("search").touch()
             _compile_starts_and_bounds()
             _mark().touch()
+
+
+@cache
+def _compile_for_this_process() -> None:
+    """Compile everything where no folder can keep it, once per process; log what to do."""
+    _log.warning(
+        "compiling kernels for this process alone, which takes minutes: no folder for compiled "
+        "code is writable; set NUMBA_CACHE_DIR to one that is"
+    )
+    for compile_part in (_compile_starts, _compile_bounds, _compile_models, _compile_search):
+        compile_part()
 
 
 def _compile_starts_and_bounds() -> None:
@@ -168,7 +182,11 @@ def _lock() -> Iterator[None]:
 
 
 def _can_keep() -> bool:
-    return os.access(_folder(), os.W_OK)
+    """Whether compiled code is on disk, or can be kept there."""
+    compiled: Any = anneal
+    if compiled.stats.cache_path is None:
+        return False
+    return _mark().exists() or os.access(_folder(), os.W_OK)
 
 
 def _mark(part: str = "all") -> Path:
@@ -194,10 +212,10 @@ def _forget_stale() -> None:
     if _ROOT not in _folder().parents:
         # Elsewhere numba keeps a folder for each of the sources', named after it and a hash.
         caches = [
-            cache for folder in folders for cache in _folder().parent.glob(f"{folder.name}_*")
+            found for folder in folders for found in _folder().parent.glob(f"{folder.name}_*")
         ]
-    for cache in caches:
-        for path in cache.iterdir() if cache.is_dir() else ():
+    for folder in caches:
+        for path in folder.iterdir() if folder.is_dir() else ():
             if path.suffix in {".nbi", ".nbc", ".warm"}:
                 path.unlink(missing_ok=True)
 

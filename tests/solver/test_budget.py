@@ -53,10 +53,3 @@ def test_threads_and_seed_are_handed_down() -> None:
     whole = Stop(1.0, threads=3, seed=7)
     assert (whole.turn().threads, whole.turn().seed) == (3, 7)
     assert (whole.turn(threads=1).threads, whole.turn(seed=9).seed) == (1, 9)
-
-
-def test_the_cpu_seconds_of_helpers_count_all_the_way_up() -> None:
-    """A solver's own thread works for every turn above."""
-    whole = Stop(1.0)
-    whole.turn().turn().help_by(0.5)
-    assert whole.helpers_cpu_s == 0.5

@@ -86,14 +86,17 @@ def test_the_search_waits_for_another_process_and_its_kernels_run_as_python_mean
     monkeypatch.setattr(warm, "_folder", lambda: tmp_path)
     monkeypatch.setattr(warm, "_background", None)
     waiting: list[Callable[[], bool]] = []
-    monkeypatch.setattr(warm, "interpret_while", waiting.append)
+    monkeypatch.setattr(warm, "interpret_while", lambda *both: waiting.extend(both))
     other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     monkeypatch.setattr(warm, "_spawn", lambda _: other)
     small = warm._tight([0, 1])
-    is_warm, again = warm.warm_in_background(small), warm.warm_in_background(small)
-    assert not is_warm()
-    assert not again()
-    assert [is_compiling() for is_compiling in waiting] == [True]
+    with (tmp_path / "optpipe.lock").open("a") as lock:
+        # Another version compiles into the same folder: nothing of it is loaded, nobody waits.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_warm, again = warm.warm_in_background(small), warm.warm_in_background(small)
+        assert not is_warm()
+        assert not again()
+        assert [one() for one in waiting] == [True, False]
     assert other.stdin is not None
     other.stdin.close()
     end = time.monotonic() + 30
@@ -101,6 +104,24 @@ def test_the_search_waits_for_another_process_and_its_kernels_run_as_python_mean
         time.sleep(0.01)
     assert is_warm()
     assert again()
+
+
+def test_where_nothing_is_writable_each_process_compiles_for_itself_and_says_so_once() -> None:
+    """Importing the solver does not fail there, and no second solve compiles again."""
+    code = (
+        "import numba.core.caching as caching\n"
+        "caching.CacheImpl._locator_classes = []\n"
+        "from optpipe_solver import warm\n"
+        "for part in ('starts', 'bounds', 'models', 'search'):\n"
+        "    setattr(warm, f'_compile_{part}', lambda part=part: print(part))\n"
+        "warm.warm_up(); warm.ensure_warm(); warm.ensure_warm(whole=False)\n"
+        "assert warm.warm_in_background(warm._tight([0, 1]))()\n"
+        "from optpipe_solver import lower_bound\n"
+        "assert lower_bound(warm._tight([0, 1])).ms > 0"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["starts", "bounds", "models", "search"]
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
 @pytest.mark.parametrize(("num_microbatches", "waits"), [(4, []), (2000, [False])])

@@ -11,12 +11,6 @@ D is what heads and tails allow and fits into the device's memory (docs/bounds.m
 *Pairs*: where forwards and backwards may run in pairs, every bound already subtracts the time that
 F hides (`optpipe_solver.bounds.relaxation.hidden_in_pairs`).
 
-*Shortened backwards.* Take every backward shorter by the maximum that it can hide in a pair, and
-allow no pairs. Any schedule becomes a schedule of that problem, with at most the same length and
-memory. A pair of ``F + B - x`` becomes B, then F, one after the other in the same time. B ends
-within the time of the pair; everything else ends no later than before. This bound is stronger where
-few backwards may pair.
-
 *Pairs begin late.* On a device no pair starts before ``e``, when its first backward can start: each
 pair holds one. A path keeps its full times. A pair lasts at least as long as each of its two passes
 (hidden_ms is at most the shorter). Between ``h``, when its first forward can start, and ``e`` the
@@ -68,7 +62,6 @@ __all__ = [
     "lower_bounds",
     "paired_load_ms",
     "paired_memory_ms",
-    "shortened",
     "window_ms",
     "work_bound",
 ]
@@ -81,30 +74,10 @@ _TOLERANCE = 1e-6
 """Share of a linear program's optimum that its solver's tolerances may be worth."""
 
 
-_EVEN_MAKESPAN = "equal micro-batches in a free order, and the objective makespan"
-
-
-def _has_even_makespan(problem: Problem) -> bool:
-    return problem.is_even and problem.objective == "makespan"
-
-
-def shortened(problem: Problem) -> Problem:
-    """Return the problem without pairs whose backwards are shorter by what they could hide."""
-    refuse_unless(problem.is_even, "shortened", problem, "equal micro-batches in a free order")
-    backward = _most_hidden(problem)
-    stages = []
-    for index, stage in enumerate(problem.stages):
-        changed: dict[str, object] = {
-            "backward_input_ms": _less(stage.backward_input_ms, backward[index, "I"]),
-        }
-        if backward[index, "I"] or backward[index, "B"]:
-            changed["backward_ms"] = _less(stage.fused_backward_ms, backward[index, "B"])
-        stages.append(stage.model_copy(update=changed))
-    return problem.model_copy(update={"stages": tuple(stages), "pairs": ()})
-
-
-def _less(ms: float, hidden_ms: float) -> float:
-    return max(0.0, ms - hidden_ms)
+def _refuse_unless_even_makespan(part: str, problem: Problem) -> None:
+    is_supported = problem.is_even and problem.objective == "makespan"
+    rule = "equal micro-batches in a free order, and the objective makespan"
+    refuse_unless(is_supported, part, problem, rule)
 
 
 def _most_hidden(problem: Problem) -> Mapping[tuple[int, str], float]:
@@ -118,7 +91,7 @@ def _most_hidden(problem: Problem) -> Mapping[tuple[int, str], float]:
 
 def paired_load_ms(problem: Problem) -> float:
     """Return the bound of makespans from the load of each device, in ms (see the module)."""
-    refuse_unless(_has_even_makespan(problem), "paired_load_ms", problem, _EVEN_MAKESPAN)
+    _refuse_unless_even_makespan("paired_load_ms", problem)
     forward, backward = hidden_in_pairs(problem), _most_hidden(problem)
     stages, m = problem.stages, problem.num_microbatches
     best = 0.0
@@ -128,9 +101,9 @@ def paired_load_ms(problem: Problem) -> float:
         forwards = [(stages[s].forward_ms, forward[s]) for s in indices]
         work, hideable = 0.0, 0.0
         for s in indices:
-            options = _backward_options(problem, s, backward)
-            work += min(ms for ms, _ in options)
-            hideable += max(hidden for _, hidden in options)
+            one = stages[s]
+            work += min(one.fused_backward_ms, one.backward_input_ms + one.backward_weight_ms)
+            hideable += max(backward[s, "B"], backward[s, "I"])
         before = first - head
         # Hidden time is counted at the forwards, or at the backwards.
         by_forward = m * sum(ms - hidden for ms, hidden in forwards) - _knapsack(
@@ -170,7 +143,7 @@ def paired_memory_ms(problem: Problem) -> float:
 
     It is 0 where anything may be offloaded or recomputed.
     """
-    refuse_unless(_has_even_makespan(problem), "paired_memory_ms", problem, _EVEN_MAKESPAN)
+    _refuse_unless_even_makespan("paired_memory_ms", problem)
     if any(len(menu) > 1 for menu in problem.menus):
         return 0.0
     stages, m = problem.stages, problem.num_microbatches
@@ -263,18 +236,6 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else inf
 
 
-def _backward_options(
-    problem: Problem, s: int, backward: Mapping[tuple[int, str], float]
-) -> tuple[tuple[float, float], ...]:
-    """Return the work of B, and of I and W, in ms, each with the most that it hides."""
-    stage = problem.stages[s]
-    split = stage.backward_input_ms + stage.backward_weight_ms
-    return (
-        (stage.fused_backward_ms, backward[s, "B"]),
-        (split, backward[s, "I"]),
-    )
-
-
 def _knapsack(items: Sequence[tuple[float, float]], number: int, room_ms: float) -> float:
     """Return the most worth of (ms, worth) that fits, ``number`` of each and parts of them."""
     worth = 0.0
@@ -340,56 +301,48 @@ def window_ms(
     """Return the bound of one device with these stages; ``rate`` as in `_Device`."""
     chosen = np.array(stages, dtype=np.int64)
     device = _device(model, chosen, rate)
-    before, after = _before(device, _part(heads, chosen)), _after(device, _part(tails, chosen))
-    tried = _tried(before), _tried(after)
-    return float(_best_pair(device, before, after, _nothing(len(stages)), tried))
-
-
-def _part(events: Events, stages: Ints) -> Events:
     # One layout in memory, so that the compiled code needs one signature.
-    forward, gradient, weight = (np.ascontiguousarray(times[:, stages]) for times in events)
-    return Events(forward, gradient, weight)
+    before, after = (
+        Events(*(np.ascontiguousarray(times[:, chosen]) for times in events))
+        for events in (heads, tails)
+    )
+    early, late = _before(device, before), _after(device, after)
+    # A side with one moment at which nothing has been possible yet.
+    none = np.zeros((1, len(stages)), np.int64)
+    nothing = _Side(np.zeros(1), none, none, none, np.zeros(1))
+    tried_early = np.empty(min(len(early.time), _MOST), np.int64)
+    tried_late = np.empty(min(len(late.time), _MOST), np.int64)
+    return float(_best_pair(device, early, late, nothing, (tried_early, tried_late)))
 
 
 def _device(model: Relaxed, stages: Ints, rate: Floats) -> _Device:
+    forward, gradient, weight = (
+        times[stages] for times in (model.forward, model.gradient, model.weight)
+    )
+    keep, context, index = model.keep[stages], model.context[stages], np.arange(len(stages))
+    paired = gradient * context > weight * (keep - context)
     backward_rooms = np.maximum(model.room_gradient[stages], model.room_weight[stages])
     return _Device(
         num_microbatches=model.num_microbatches,
-        forward=model.forward[stages],
-        gradient=model.gradient[stages],
-        weight=model.weight[stages],
-        keep=model.keep[stages],
-        context=model.context[stages],
+        forward=forward,
+        gradient=gradient,
+        weight=weight,
+        keep=keep,
+        context=context,
         moves=model.moved[stages] > 0,
         carried=float(np.sum(model.moved[stages] * model.most_away[stages])),
         rate=rate,
         room_before=float(np.max(model.room_forward[stages])),
         room_after=float(np.max(backward_rooms)),
-        first=_forward_slots(model, stages),
-        last=_backward_slots(model, stages),
-    )
-
-
-def _forward_slots(model: Relaxed, stages: Ints) -> _Slots:
-    index = np.arange(len(stages))
-    return _by_density(model.forward[stages], model.keep[stages], index, np.zeros_like(index))
-
-
-def _backward_slots(model: Relaxed, stages: Ints) -> _Slots:
-    """Return the slots of I and W; where I is worth more per byte, of pairs and of W alone.
-
-    An I needs its W afterwards. If W is worth more per byte, it comes first in the knapsack anyway.
-    Otherwise the best use of bytes is I with W, then W alone.
-    """
-    gradient, weight = model.gradient[stages], model.weight[stages]
-    keep, context = model.keep[stages], model.context[stages]
-    paired = gradient * context > weight * (keep - context)
-    index = np.arange(len(stages))
-    return _by_density(
-        np.concatenate([gradient + np.where(paired, weight, 0.0), weight]),
-        np.concatenate([np.where(paired, keep, keep - context), context]),
-        np.concatenate([index, index]),
-        np.concatenate([np.ones_like(index), np.where(paired, 3, 2)]),
+        first=_by_density(forward, keep, index, np.zeros_like(index)),
+        # If W is worth more per byte, it comes first in the knapsack anyway: slots of I and of W.
+        # Otherwise the best use of bytes is I with its W, then W alone.
+        last=_by_density(
+            np.concatenate([gradient + np.where(paired, weight, 0.0), weight]),
+            np.concatenate([np.where(paired, keep, keep - context), context]),
+            np.concatenate([index, index]),
+            np.concatenate([np.ones_like(index), np.where(paired, 3, 2)]),
+        ),
     )
 
 
@@ -398,17 +351,6 @@ def _by_density(work: Floats, size: Floats, stage: Ints, kind: Ints) -> _Slots:
     density = np.divide(work, size, out=np.full(len(work), np.inf), where=size > 0)
     order = np.argsort(-density, kind="stable")
     return _Slots(work[order], size[order], stage[order], kind[order])
-
-
-def _tried(side: _Side) -> Ints:
-    """Return room for the moments that are tried."""
-    return np.empty(min(len(side.time), _MOST), np.int64)
-
-
-def _nothing(num: int) -> _Side:
-    """Return a side with one moment at which nothing has been possible yet."""
-    none = np.zeros((1, num), np.int64)
-    return _Side(np.zeros(1), none, none, none, np.zeros(1))
 
 
 @lean
@@ -575,14 +517,19 @@ def lower_bounds(
     nothing. For problems with pairs it uses the arguments of `optpipe_solver.bounds.bound`.
     """
     if not problem.is_even:
-        return _bounds_of_unequal(problem, should_stop)
+        found = [
+            Bound(bound.ms, f"{bound.method}, least micro-batches")
+            for bound in lower_bounds(problem.least, should_stop=should_stop)
+        ]
+        return found if problem.pairs else [*found, work_bound(problem)]
     paths = Paths(problem)
     makespan = problem.objective == "makespan"
     energy = energy_ms(paths, makespan=makespan)
     window = 0.0
     model = relaxed(problem)
     for device, before, after in () if should_stop() else _clocks(paths, model):
-        rates = _rates(problem, device)
+        one = problem.devices[device]
+        rates = np.array([(one.d2h_gb_per_s or 0.0) * 1e6, (one.h2d_gb_per_s or 0.0) * 1e6])
         window = max(window, window_ms(model, problem.stages_of[device], before, after, rates))
         if should_stop():
             break
@@ -591,36 +538,21 @@ def lower_bounds(
         found.append(Bound(max(load.least_ms for load in link_loads(problem)), "link-load"))
     if makespan and problem.has_modes:  # v1 problems keep the results that they had
         found.append(Bound(_drain_ms(paths), "weight-drain"))
-    if problem.pairs:
-        found += _bounds_with_pairs(problem, should_stop)
+    if makespan and problem.pairs:
+        found.append(Bound(paired_load_ms(problem), "load with pairs"))
+        found.append(Bound(paired_memory_ms(problem), "memory with pairs"))
     return found
 
 
-def _bounds_of_unequal(problem: Problem, should_stop: Callable[[], bool]) -> list[Bound]:
-    """Return the bounds of `Problem.least` and, unless passes may pair, of the true work."""
-    found = [
-        Bound(bound.ms, f"{bound.method}, least micro-batches")
-        for bound in lower_bounds(problem.least, should_stop=should_stop)
-    ]
-    return found if problem.pairs else [*found, work_bound(problem)]
-
-
 def work_bound(problem: Problem) -> Bound:
-    """Return the bound of the true work, which holds where micro-batches are unequal too.
-
-    `InputError` where the problem has pairs, because they hide work.
-    """
-    refuse_unless(not problem.pairs, "work_bound", problem, "problems without pairs")
-    return Bound(_true_work_ms(problem), "load of unequal micro-batches")
-
-
-def _true_work_ms(problem: Problem) -> float:
     """Return the bound from the true work of a device and the minimum times before and after it.
 
-    Before its first I, the device runs at most its longest forwards, as many as fit into
-    memory at the minimum bytes. After its last I, it runs at most the longest W whose
-    minimum contexts fit. It runs all other work in between, or is idle (docs/bounds.md).
+    It holds where micro-batches are unequal too. Before its first I, the device runs at most its
+    longest forwards, as many as fit into memory at the minimum bytes. After its last I, it runs at
+    most the longest W whose minimum contexts fit. It runs all other work in between, or is idle
+    (docs/bounds.md). `InputError` where the problem has pairs, because they hide work.
     """
+    refuse_unless(not problem.pairs, "work_bound", problem, "problems without pairs")
     paths, costs = Paths(problem.least), problem.cost_of
     best = 0.0
     for device, stages in enumerate(problem.stages_of):
@@ -643,7 +575,7 @@ def _true_work_ms(problem: Problem) -> float:
         )
         begin = max(first, turn - forwards)
         best = max(best, begin + load, begin + load - left + paths.tail[stages[0]])
-    return best
+    return Bound(best, "load of unequal micro-batches")
 
 
 def _weight_ms(stage: Stage) -> float:
@@ -661,49 +593,28 @@ def _drain_ms(paths: Paths) -> float:
     """Return the bound from the W that a device may still have to run after its last I or B.
 
     That I or B is of its first stage, and its micro-batch goes on to stage 0. The context of a
-    waiting W stays on the device in every mode. The other arguments use the minimum that any mode
-    holds.
+    waiting W stays on the device in every mode. So only W whose contexts fit together may wait. The
+    other arguments use the minimum that any mode holds.
     """
     problem = paths.problem
-    best = 0.0
+    m, best = problem.num_microbatches, 0.0
     for device, stages in enumerate(problem.stages_of):
-        if stages:
-            work = problem.num_microbatches * sum(paths.busy[s] for s in stages)
-            left = _most_weights_ms(paths, device)
-            best = max(best, paths.head_f[stages[0]] + work - left + paths.tail[stages[0]])
+        if not stages:
+            continue
+        slots = []
+        for s in stages:
+            least = min(mode.weight_context_bytes for mode in paths.menus[s])
+            ms = _weight_ms(problem.stages[s])
+            slots.append((least / ms if ms else inf, least, ms))
+        room, left = float(problem.room_bytes(device)), 0.0
+        for _, size, ms in sorted(slots):
+            most = min(float(m), room / size) if size else float(m)
+            most = float(int(most)) if len(stages) == 1 else most
+            left += most * ms
+            room -= most * size
+        work = m * sum(paths.busy[s] for s in stages)
+        best = max(best, paths.head_f[stages[0]] + work - left + paths.tail[stages[0]])
     return best
-
-
-def _most_weights_ms(paths: Paths, device: int) -> float:
-    """Return the maximum total time of W whose contexts fit on a device together."""
-    problem = paths.problem
-    stages, m = problem.stages_of[device], problem.num_microbatches
-    room = float(problem.room_bytes(device))
-    slots = []
-    for s in stages:
-        stage = problem.stages[s]
-        least = min(mode.weight_context_bytes for mode in paths.menus[s])
-        ms = max(0.0, stage.busy_ms - stage.forward_ms - paths.backward[s])
-        slots.append((least / ms if ms else inf, least, ms))
-    total = 0.0
-    for _, size, ms in sorted(slots):
-        most = min(float(m), room / size) if size else float(m)
-        most = float(int(most)) if len(stages) == 1 else most
-        total += most * ms
-        room -= most * size
-    return total
-
-
-def _bounds_with_pairs(problem: Problem, should_stop: Callable[[], bool]) -> list[Bound]:
-    """Return the bounds of the problem of shorter backwards, and that of the load."""
-    found = [
-        Bound(bound.ms, f"{bound.method}, shortened backwards")
-        for bound in lower_bounds(shortened(problem), should_stop=should_stop)
-    ]
-    if problem.objective == "makespan":
-        found.append(Bound(paired_load_ms(problem), "load with pairs"))
-        found.append(Bound(paired_memory_ms(problem), "memory with pairs"))
-    return found
 
 
 def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]]:
@@ -724,20 +635,14 @@ def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]
             yield device, before, after
         return
     cells = len(problem.stages) * problem.num_microbatches
-    used.sort(key=lambda device: -_promise(paths, device))
+
+    def least_span_ms(device: int) -> float:
+        """Return the work of a device plus the longest wait of one micro-batch."""
+        stages = problem.stages_of[device]
+        load = sum(paths.busy[s] for s in stages)
+        return problem.num_microbatches * load + max(paths.between[s] for s in stages)
+
+    used.sort(key=least_span_ms, reverse=True)
     for device in used[: max(1, _MOST_CELLS // cells)]:
         origin = np.where(model.device == device, 0.0, ANYTIME)
         yield device, heads(model, filling, origin), tails(model, draining, origin)
-
-
-def _promise(paths: Paths, device: int) -> float:
-    """Return the work of a device plus the longest wait of one micro-batch, in ms."""
-    stages = paths.problem.stages_of[device]
-    load = sum(paths.busy[s] for s in stages)
-    return paths.problem.num_microbatches * load + max(paths.between[s] for s in stages)
-
-
-def _rates(problem: Problem, index: int) -> Floats:
-    """Return the D2H and H2D bandwidth in bytes per ms, 0 where there is none."""
-    device = problem.devices[index]
-    return np.array([(device.d2h_gb_per_s or 0.0) * 1e6, (device.h2d_gb_per_s or 0.0) * 1e6])

@@ -51,7 +51,6 @@ __all__ = [
     "exact_search_can_prove",
     "improve_by_beam",
     "improve_by_exact_search",
-    "prove_by_few_devices",
     "search_in_turn",
 ]
 
@@ -136,21 +135,6 @@ def exact_search_can_prove(problem: Problem) -> bool:
 
 
 _EVEN = "equal micro-batches in a free order"
-
-
-def prove_by_few_devices(best: Incumbent, stop: Stop) -> None:
-    """Raise the bound as far as few devices at a time can; work is counted in states met.
-
-    A later turn continues the one before. Nothing here is random: with limited work the run is a
-    function of problem, start and turns.
-    """
-    problem = best.problem
-    refuse_unless(exact_search_can_prove(problem), "prove_by_few_devices", problem, _EVEN)
-    rounds = best.unfinished.pop(_ROUNDS, None)
-    if not isinstance(rounds, _Rounds):
-        rounds = _Rounds(best)
-    if rounds.run(stop):
-        best.unfinished[_ROUNDS] = rounds
 
 
 class _Series:
@@ -250,19 +234,19 @@ class _Rounds:
             lesson, question.begun, shorter = question.begun, None, share
             if lesson is None:
                 horizon_ms = min(goal.between(self.best.bound_ms, share), goal.horizon_ms)
-                lesson, shorter = (
-                    _lesson(self.best.problem, question.choices, horizon_ms),
-                    share / 2,
-                )
+                known = nothing_known(relaxed(self.best.problem))
+                lesson = _Lesson(horizon_ms, known, deque(question.choices))
+                shorter = share / 2
             too_long_ms, most = question.unknown_ms
             too_long_ms = min(question.ceiling_ms, too_long_ms if most >= most_in_layer else inf)
             if not self.best.bound_ms < lesson.horizon_ms < too_long_ms:
                 share = shorter
                 continue
-            found = _go_on(
+            found = search_in_turn(
                 self.best.problem,
                 question.choices,
-                lesson,
+                lesson.horizon_ms,
+                lesson=lesson,
                 most_states=int(min(_MOST_IN_TURN, self.stop.left_work)),
                 most_in_layer=most_in_layer,
                 should_stop=self._is_over,
@@ -355,43 +339,23 @@ def search_in_turn(
     most_states: int,
     most_in_layer: int,
     should_stop: Callable[[], bool] = lambda: False,
+    lesson: _Lesson | None = None,
 ) -> LayeredOutcome:
     """Search for a schedule within ``horizon_ms``, each choice using the others' results.
 
     A choice finds when its F and I start at the earliest in any schedule within the horizon. The
     next choice uses the consequences (`bounds.heads_tails`). A choice that learns more is searched
     again. ``NONE`` proves that no schedule of the problem is that short. ``FOUND`` means that no
-    choice learns any more. Otherwise unknown: too many states, or stopped.
+    choice learns any more. Otherwise unknown: too many states, or stopped. A search that gave no
+    answer continues with its ``lesson``.
     """
     is_supported = problem.objective == "makespan" and all(
         general_can_search(problem, choice) for choice in choices
     )
     rule = "the objective makespan, and choices of devices that search_general supports"
     refuse_unless(is_supported, "search_in_turn", problem, rule)
-    return _go_on(
-        problem,
-        choices,
-        _lesson(problem, choices, horizon_ms),
-        most_states=most_states,
-        most_in_layer=most_in_layer,
-        should_stop=should_stop,
-    )
-
-
-def _lesson(problem: Problem, choices: Sequence[tuple[int, ...]], horizon_ms: float) -> _Lesson:
-    return _Lesson(horizon_ms, nothing_known(relaxed(problem)), deque(choices))
-
-
-def _go_on(
-    problem: Problem,
-    choices: Sequence[tuple[int, ...]],
-    lesson: _Lesson,
-    *,
-    most_states: int,
-    most_in_layer: int,
-    should_stop: Callable[[], bool],
-) -> LayeredOutcome:
-    """Search the choices that wait; if one gives no answer, the lesson can continue with it."""
+    if lesson is None:
+        lesson = _Lesson(horizon_ms, nothing_known(relaxed(problem)), deque(choices))
     model, origin, met = relaxed(problem), np.zeros(len(problem.stages)), 0
     before = heads_beside(model, refill(model), origin, lesson.known)
     while lesson.waiting:
@@ -443,15 +407,19 @@ def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
 
 
 def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:
-    """Raise the bound by few devices at a time; work is counted in states met.
+    """Raise the bound as far as few devices at a time can; work is counted in states met.
 
-    Nothing here is random or parallel. With limited work the run is a function of problem and
-    start, as long as time does not end it.
+    A later turn continues the one before. Nothing here is random or parallel. With limited work the
+    run is a function of problem, start and turns, as long as time does not end it.
     """
     problem = best.problem
     refuse_unless(exact_search_can_prove(problem), "improve_by_exact_search", problem, _EVEN)
     if best.programs is not None and not best.is_optimal:
-        prove_by_few_devices(best, stop.turn())
+        rounds = best.unfinished.pop(_ROUNDS, None)
+        if not isinstance(rounds, _Rounds):
+            rounds = _Rounds(best)
+        if rounds.run(stop.turn()):
+            best.unfinished[_ROUNDS] = rounds
     if not stop.spent:
         stop.spend(1)
 

@@ -7,9 +7,6 @@ only builds the model. Callbacks, status and bound go through highspy.
 from __future__ import annotations
 
 import math
-import queue
-import threading
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Stop
 
 __all__ = [
-    "STATUS_OF",
     "Constraint",
     "Expression",
     "Linear",
@@ -116,41 +112,25 @@ def value_of(expression: Linear | Constraint, values: Mapping[Variable, float]) 
 
 
 class MilpStatus(StrEnum):
-    """How a MILP run ended."""
+    """The result of a MILP run; ``UNDECIDED`` after a limit, a stop or a numerical error."""
 
     OPTIMAL = "optimal"
     INFEASIBLE = "infeasible"
-    TIME_LIMIT = "time_limit"
-    INTERRUPTED = "interrupted"
-    LIMIT = "limit"
-    FAILED = "failed"
+    UNDECIDED = "undecided"
 
 
 _S = highspy.HighsModelStatus
-STATUS_OF: dict[highspy.HighsModelStatus, MilpStatus] = {
+_STATUS_OF = {
     _S.kOptimal: MilpStatus.OPTIMAL,
     _S.kModelEmpty: MilpStatus.OPTIMAL,
     _S.kInfeasible: MilpStatus.INFEASIBLE,
     # Every variable of our models is bounded, so of the two only infeasible is left.
     _S.kUnboundedOrInfeasible: MilpStatus.INFEASIBLE,
-    _S.kTimeLimit: MilpStatus.TIME_LIMIT,
-    _S.kInterrupt: MilpStatus.INTERRUPTED,
-    getattr(_S, "kHighsInterrupt"): MilpStatus.INTERRUPTED,  # noqa: B009 - absent from the stubs
-    _S.kIterationLimit: MilpStatus.LIMIT,
-    _S.kSolutionLimit: MilpStatus.LIMIT,
-    _S.kMemoryLimit: MilpStatus.LIMIT,
-    _S.kObjectiveBound: MilpStatus.LIMIT,
-    _S.kObjectiveTarget: MilpStatus.LIMIT,
-    _S.kUnbounded: MilpStatus.FAILED,
-    _S.kNotset: MilpStatus.FAILED,
-    _S.kLoadError: MilpStatus.FAILED,
-    _S.kModelError: MilpStatus.FAILED,
-    _S.kPresolveError: MilpStatus.FAILED,
-    _S.kSolveError: MilpStatus.FAILED,
-    _S.kPostsolveError: MilpStatus.FAILED,
-    _S.kUnknown: MilpStatus.FAILED,
 }
-"""`MilpStatus` of each HiGHS status; a test checks that none is missing."""
+
+
+def _status(highs: Any) -> MilpStatus:
+    return _STATUS_OF.get(highs.getModelStatus(), MilpStatus.UNDECIDED)
 
 
 _GAP = 1e-7
@@ -160,8 +140,8 @@ _MIP_TOLERANCE = 1e-7
 """Feasibility tolerance. A larger one, times a big-M, lets orders overlap visibly. At 1e-9 HiGHS
 1.15 proved wrong bounds (4.5 although 4.0 is feasible, in 8 of 128 runs)."""
 
-_LOOK_S, _GRACE_S = 0.05, 0.3
-"""Seconds between two checks of the stop, and seconds by which HiGHS may exceed its limit."""
+_GRACE_S = 0.3
+"""Seconds by which HiGHS may exceed its own limit."""
 
 
 _BOUND_ALONE = {
@@ -213,9 +193,6 @@ def solve_milp(
 ) -> MilpOutcome:
     """Minimise a model.
 
-    HiGHS runs in a thread of its own, so that the caller's thread can report its progress. The call
-    returns when that thread has ended: after a stop, at the next callback of HiGHS.
-
     Parameters
     ----------
     model
@@ -225,14 +202,70 @@ def solve_milp(
     stop
         Seconds, HiGHS's threads and its seed (any >= 0: HiGHS gets it modulo 2^31). Work is counted
         in branch-and-bound nodes. If they end a run before the clock does, the run is reproducible
-        for one seed and thread count.
+        for one seed and thread count. A stop ends the run at the next callback of HiGHS.
     on_solution, on_bound
-        Called with every improving solution and every better dual bound during the run, in the
-        thread that called this function. Their exceptions reach the caller.
+        Called with every improving solution and every better dual bound during the run. Their
+        exceptions end the run and reach the caller.
     """
-    outcome = _HighsRun(model, stop, on_solution, on_bound, integer=integer).watched()
+    if stop.is_told():
+        return MilpOutcome(MilpStatus.UNDECIDED, bound=None, values=None, num_nodes=0)
+    highs, variables = _built(model)
+    for name, value in (_options(stop) | {"solve_relaxation": not integer}).items():
+        highs.setOptionValue(name, value)
+    callbacks = _Callbacks(variables, stop, on_solution, on_bound)
+    callbacks.attach(highs)
+    _run(highs)
+    if callbacks.raised is not None:
+        raise callbacks.raised
+    outcome = _outcome(highs, variables, integer=None if integer else False)
     stop.spend(outcome.num_nodes)
     return outcome
+
+
+class _Callbacks:
+    """The callbacks of one run; ``raised`` is the first exception of a caller's function."""
+
+    def __init__(
+        self,
+        variables: list[Variable],
+        stop: Stop,
+        on_solution: Callable[[Mapping[Variable, float]], None] | None,
+        on_bound: Callable[[float], None] | None,
+    ) -> None:
+        self.variables, self.stop = variables, stop
+        self.on_solution, self.on_bound = on_solution, on_bound
+        self.bound = -math.inf
+        self.raised: BaseException | None = None
+
+    def attach(self, highs: Any) -> None:
+        if self.on_solution is not None:
+            highs.cbMipImprovingSolution += lambda event: self._guard(self._solution, event)
+        highs.cbMipInterrupt += lambda event: self._guard(self._bound, event)
+        highs.cbSimplexInterrupt += lambda event: self._guard(self._interrupt, event)
+
+    def _guard(self, report: Callable[[Any], None], event: Any) -> None:
+        # An exception must not pass through HiGHS's own code.
+        try:
+            report(event)
+        except BaseException as error:  # noqa: BLE001 - raised again when HiGHS has ended
+            self.raised = self.raised or error
+
+    def _solution(self, event: Any) -> None:
+        values = map(float, event.data_out.mip_solution)
+        if self.on_solution is not None:
+            self.on_solution(dict(zip(self.variables, values, strict=True)))
+
+    def _bound(self, event: Any) -> None:
+        bound = float(event.data_out.mip_dual_bound)
+        if self.on_bound is not None and math.isfinite(bound) and bound > self.bound:
+            self.bound = bound
+            self.on_bound(bound)
+        self._interrupt(event)
+
+    def _interrupt(self, event: Any) -> None:
+        late = self.stop.seconds() > self.stop.limit_s + _GRACE_S
+        if self.raised is not None or late or self.stop.is_told():
+            event.interrupt()
 
 
 def _options(stop: Stop) -> dict[str, Any]:
@@ -251,114 +284,6 @@ def _options(stop: Stop) -> dict[str, Any]:
     if stop.work is not None:
         options["mip_max_nodes"] = max(0, int(stop.left_work))
     return options
-
-
-class _HighsRun:
-    """One run: HiGHS in a thread, whose callbacks send events to the caller through a queue."""
-
-    def __init__(
-        self,
-        model: MilpModel,
-        stop: Stop,
-        on_solution: Callable[[Mapping[Variable, float]], None] | None,
-        on_bound: Callable[[float], None] | None,
-        *,
-        integer: bool,
-    ) -> None:
-        self.model = model
-        self.integer = integer
-        self.stop = stop
-        self.on_solution = on_solution
-        self.on_bound = on_bound
-        self.variables: list[Variable] = []
-        self.news: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.ended = threading.Event()
-        self.cpu_s = 0.0
-        self.bound = -math.inf
-        self.num_nodes = 0
-        self.values: dict[Variable, float] | None = None
-        self.outcome: MilpOutcome | None = None
-        self.error: BaseException | None = None
-
-    def watched(self) -> MilpOutcome:
-        """Run until the end, a requested stop, or a little after the time limit; join HiGHS."""
-        thread = threading.Thread(target=self._minimise, args=(_options(self.stop),))
-        thread.start()
-        try:
-            why = self._listen(thread)
-        finally:
-            self.ended.set()
-            thread.join()
-        self._hear_all()
-        self.stop.help_by(self.cpu_s)
-        if self.error is not None:
-            raise self.error
-        if self.outcome is not None:
-            return self.outcome
-        bound = self.bound if math.isfinite(self.bound) else None
-        return MilpOutcome(why, bound, self.values, self.num_nodes)
-
-    def _listen(self, thread: threading.Thread) -> MilpStatus:
-        """Report events and check the stop until the thread ends; return why it ended earlier."""
-        while thread.is_alive():
-            self._hear_next(_LOOK_S)
-            if self.stop.is_told():
-                return MilpStatus.INTERRUPTED
-            if self.stop.seconds() > self.stop.limit_s + _GRACE_S:
-                return MilpStatus.TIME_LIMIT
-        return MilpStatus.FAILED
-
-    def _hear_all(self) -> None:
-        while not self.news.empty():
-            self._hear_next(0.0)
-
-    def _hear_next(self, wait_s: float) -> None:
-        try:
-            kind, what = self.news.get(timeout=wait_s) if wait_s else self.news.get_nowait()
-        except queue.Empty:
-            return
-        if kind == "solution":
-            self.values = dict(zip(self.variables, what, strict=True))
-            if self.on_solution is not None:
-                self.on_solution(self.values)
-        elif self.on_bound is not None:
-            self.on_bound(what)
-
-    def _minimise(self, options: dict[str, Any]) -> None:
-        try:
-            highs, self.variables = _built(self.model)
-            for name, value in (options | {"solve_relaxation": not self.integer}).items():
-                highs.setOptionValue(name, value)
-            self._attach(highs)
-            if not self.ended.is_set():
-                _run(highs)
-                integer = None if self.integer else False
-                self.outcome = _outcome(highs, self.variables, integer=integer)
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            self.error = error
-        finally:
-            self.cpu_s = time.thread_time()
-
-    def _attach(self, highs: Any) -> None:
-        if self.on_solution is not None:
-            highs.cbMipImprovingSolution += self._improving
-        highs.cbMipInterrupt += self._interrupt
-        highs.cbSimplexInterrupt += self._only_interrupt
-
-    def _improving(self, event: Any) -> None:
-        self.news.put(("solution", [float(value) for value in event.data_out.mip_solution]))
-
-    def _interrupt(self, event: Any) -> None:
-        bound = float(event.data_out.mip_dual_bound)
-        self.num_nodes = max(self.num_nodes, int(event.data_out.mip_node_count))
-        if math.isfinite(bound) and bound > self.bound:
-            self.bound = bound
-            self.news.put(("bound", bound))
-        self._only_interrupt(event)
-
-    def _only_interrupt(self, event: Any) -> None:
-        if self.ended.is_set():
-            event.interrupt()
 
 
 def _built(model: MilpModel) -> tuple[Any, list[Variable]]:
@@ -382,7 +307,7 @@ def _run(highs: Any) -> None:
 
 
 def _outcome(highs: Any, variables: list[Variable], *, integer: bool | None = None) -> MilpOutcome:
-    status = STATUS_OF[highs.getModelStatus()]
+    status = _status(highs)
     info = highs.getInfo()
     bound = float(info.mip_dual_bound)
     if integer is None:
@@ -437,7 +362,7 @@ class LinearProgram:
     def best(self) -> list[float]:
         """Return the columns of an optimum within HiGHS's tolerances; zeros if it found none."""
         _run(self._highs)
-        if STATUS_OF[self._highs.getModelStatus()] is not MilpStatus.OPTIMAL:
+        if _status(self._highs) is not MilpStatus.OPTIMAL:
             return [0.0] * self._num
         return [float(value) for value in self._highs.getSolution().col_value]
 
@@ -512,8 +437,8 @@ class RowByRow:
 
         ``bound`` is proven for the present rows, and thus with any added later. Work is counted in
         simplex iterations and, with integrality, also in HiGHS's checks of its limits, which can
-        end a run. Both counts are reproducible on one thread. The status is ``FAILED`` if HiGHS
-        ends in a numerical error even from a fresh start. Then nothing is known.
+        end a run. Both counts are reproducible on one thread. The status is ``UNDECIDED`` if
+        HiGHS ends in a numerical error even from a fresh start. Then nothing is known.
         """
         if integer != self._is_integer:
             kind = highspy.HighsVarType.kInteger if integer else highspy.HighsVarType.kContinuous
@@ -540,7 +465,7 @@ class RowByRow:
             iterations = max(0, int(self._highs.getInfo().simplex_iteration_count))
             stop.spend(max(iterations / _ITERATIONS, self._looks / _LOOKS, 1 / _RUNS))
         if not is_run:
-            return MilpOutcome(MilpStatus.FAILED, bound=None, values=None, num_nodes=0)
+            return MilpOutcome(MilpStatus.UNDECIDED, bound=None, values=None, num_nodes=0)
         return _outcome(self._highs, self._variables, integer=integer)
 
     def prices(self) -> list[float]:
