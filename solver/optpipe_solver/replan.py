@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
-    from optpipe_solver.local_search.annealing import Table
+    from optpipe_solver.local_search.board import Table
     from optpipe_solver.local_search.dispatching import DispatchingRule
 
 __all__ = ["replan"]

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
+    from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
+    from optpipe_solver.local_search.propose import SearchRules
 
 __all__ = [
     "Agenda",
     "Board",
+    "Table",
     "Undo",
     "agenda_for",
     "backward_of",
@@ -119,6 +122,30 @@ class Agenda(NamedTuple):
     changed: Flags
     stage_end: Floats
     cursor: Ints
+
+
+class Table(NamedTuple):
+    """All arrays of one search. ``path`` is scratch; ``best_*`` is the best board seen.
+
+    ``times.duration`` is the table's own: it follows the modes of the cells. ``focus`` says where
+    moves are made (see `propose`). ``stale`` flags devices whose program may differ from the best
+    one; ``load``, by place, is scratch.
+    """
+
+    board: Board
+    undo: Undo
+    agenda: Agenda
+    work: SimulationScratch
+    times: TimeArrays
+    memory: MemoryArrays
+    rules: SearchRules
+    path: Ints
+    focus: Ints
+    best_actions: Ints
+    best_counts: Ints
+    best_modes: Ints
+    stale: Flags
+    load: Ints
 
 
 def board_of(compiled: CompiledProblem, rows: Rows) -> Board:
