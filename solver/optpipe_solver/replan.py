@@ -59,8 +59,8 @@ from optpipe_solver.local_search.annealing import (
     make_fit,
     table_for,
 )
+from optpipe_solver.local_search.board import MoveShares
 from optpipe_solver.local_search.dispatching import CELL_WORK, dispatched
-from optpipe_solver.local_search.propose import MoveShares
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.reductions import longest_first, orders, stand_ins
 from optpipe_solver.solve import record, solve
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
-    from optpipe_solver.local_search.annealing import Table
+    from optpipe_solver.local_search.board import Table
     from optpipe_solver.local_search.dispatching import DispatchingRule
 
 __all__ = ["replan"]

@@ -42,36 +42,24 @@ def test_every_method_has_a_row_best_first_under_the_limit() -> None:
     assert all(row.reason for row in absent)
 
 
-def test_no_family_on_a_copy_stands_above_ours() -> None:
-    """Where families are tried re-placed, the best copy is optimised too, and its row says so."""
-    given = problem(
-        [stage(d, 4, 4, 2, weight_context_bytes=5) for d in range(4)],
-        [{"memory_bytes": 40}] * 4,
-        m=8,
-    )
-    rows = compare(given, time_limit_s=2)
-    ours = [row for row in rows if row.method == OURS]
-    assert rows[0].method == OURS
-    assert len({row.placement for row in ours}) == 2
-    best = min(row.objective_ms for row in rows if row.programs is not None and not row.over_limit)
-    assert rows[0].objective_ms == best
-    copy = next(row for row in ours if row.placement != AS_GIVEN)
-    assert copy.programs is not None
-    check(copy.problem, copy.programs)
-    assert copy.problem.problem_hash != given.problem_hash
-    on_copies = [row.objective_ms for row in rows if row.placement != AS_GIVEN and row.programs]
-    assert copy.objective_ms == min(on_copies)
-
-
 def test_without_time_to_search_no_family_is_faster_than_ours() -> None:
-    """The optimizer starts from the best row, so that its own row is never longer."""
+    """The optimizer starts from the best row, so that its own row is never longer.
+
+    Where families are tried re-placed, the best copy is optimised too, and its row says so.
+    """
     stages = [stage(d, 4, 4, 2, layers={"transformer": 4}) for d in range(4)]
     rows = compare(problem(stages, [{"memory_bytes": 60}] * 4, m=16), time_limit_s=0.01)
-    for placement in {row.placement for row in rows if row.method == OURS}:
+    assert rows[0].method == OURS
+    placements = {row.placement for row in rows if row.method == OURS}
+    assert len(placements) == 2
+    for placement in placements:
         legal = [row for row in rows if row.programs is not None and not row.over_limit]
         lengths = {row.method: row.objective_ms for row in legal if row.placement == placement}
         assert lengths[OURS] == min(lengths.values())
         assert len(lengths) > 1
+    for row in rows:
+        if row.method == OURS and row.programs is not None:
+            check(row.problem, row.programs)
 
 
 def test_only_cuts_that_can_be_built_are_tried() -> None:
@@ -226,43 +214,6 @@ def test_never_worse_where_that_is_said(case: Case) -> None:
             per_step = answer.after_ms / answer.problem.num_microbatches
             before = answer.before_ms / answer.num_before
             assert not answer.is_never_worse or per_step <= before * (1 + 1e-9) + 1e-9
-
-
-def test_a_faster_bus_can_lengthen_the_span() -> None:
-    """Device 2 starts earlier, after a RELEASE upstream, and ends as before: nothing is claimed."""
-    posed = problem(
-        [stage(0, 20), offloadable(1), stage(1), stage(2, 1, 1, 100)], m=2, objective="span"
-    )
-    rows = programs(
-        "0F0 0F1 0B0 0B1",
-        "1F0 1OFFLOAD0 1RELEASE0 2F0 1F1 2F1 2B0 1RELOAD0 1B0 2B1 1B1",
-        "3F0 3F1 3I0 3I1 3W0 3W1",
-    )
-    answer = answered(ask(posed, rows)["faster-pcie"])
-    assert answer.after_ms > answer.before_ms
-    assert not answer.is_never_worse
-    assert " more; " in answer.sentence()
-
-
-def test_where_devices_share_a_bus_nothing_is_claimed() -> None:
-    """Found by search: another order on the bus makes the same programs longer."""
-    posed = problem(
-        [
-            offloadable(0, 2, 6, 4, offload_bytes=1_000_000),
-            offloadable(1, 1, 0, 5, offload_bytes=4_000_000),
-        ],
-        [bus(pcie_group="g"), bus(pcie_group="g")],
-        m=3,
-    )
-    rows = programs(
-        "0F1 0F2 0F0 0OFFLOAD1 0RELEASE1 0OFFLOAD2 0RELEASE2 0RELOAD2 0I2 0W2 0RELOAD1 0I1 0W1 0I0"
-        " 0W0",
-        "1F1 1I1 1W1 1F2 1I2 1W2 1F0 1OFFLOAD0 1RELEASE0 1RELOAD0 1B0",
-    )
-    answer = answered(ask(posed, rows)["faster-pcie"])
-    assert [answer.before_ms, answer.after_ms] == pytest.approx((40, 42.5))
-    assert answer.gain < 0
-    assert not answer.is_never_worse
 
 
 def test_each_answer_begins_with_the_best_schedule_known_without_the_change() -> None:

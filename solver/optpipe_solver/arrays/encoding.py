@@ -54,7 +54,6 @@ __all__ = [
     "Metrics",
     "Rows",
     "device_peaks",
-    "durations_of",
     "evaluate_arrays",
     "evaluate_by_reference",
     "keeps_limits",
@@ -132,7 +131,13 @@ class CompiledProblem:
         named: list[tuple[Ints, Ints]] = []
         for device, program in enumerate(programs):
             check_stop()
-            stages, kinds, microbatches, modes, paired = _columns(program)
+            # Stages, kinds, micro-batches, modes and marks of pairs, by action. These are loops in
+            # C: a schedule may have millions of actions.
+            columns = [map(part, program) for part in _PARTS]
+            columns[1] = map(_NUMBER_OF_ID.__getitem__, map(id, columns[1]))
+            stages, kinds, microbatches, modes, paired = (
+                np.fromiter(column, np.int64, len(program)) for column in columns
+            )
             if paired.any():
                 second = paired > 0
                 kinds[second] = [_PAIRED_OF_NUMBER[number] for number in kinds[second].tolist()]
@@ -251,19 +256,6 @@ class CompiledProblem:
         return flags
 
 
-def _columns(program: Program) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return stages, kinds by number, micro-batches, modes and marks of pairs, by action.
-
-    Loops in C: a schedule may have millions of actions.
-    """
-    size = len(program)
-    stages, kinds, microbatches, modes, paired = (map(part, program) for part in _PARTS)
-    numbers = map(_NUMBER_OF_ID.__getitem__, map(id, kinds))
-    columns = (stages, numbers, microbatches, modes, paired)
-    first, second, third, fourth, last = (np.fromiter(one, np.int64, size) for one in columns)
-    return first, second, third, fourth, last
-
-
 _PARTS = tuple(itemgetter(at) for at in range(5))
 
 
@@ -310,29 +302,19 @@ def _numbers_of_modes(problem: Problem) -> Ints:
     return numbers
 
 
-def durations_of(problem: Problem) -> Floats:
-    """Return ms by kind and row, where a stage has a menu of its own those of keep.
+def _mode_ms(problem: Problem) -> Floats:
+    """Return ms by kind, row and mode; the same for all modes where actions determine the mode.
 
     0 for transfers of what cannot be offloaded.
     """
-    rows = _rows(problem)
-    duration = np.zeros((len(KINDS), len(rows)))
-    for number, kind in enumerate(KINDS):
-        for row, (s, stage, j) in enumerate(rows):
-            if not kind.is_transfer or problem.can_move(stage):
-                duration[number, row] = duration_ms(problem, Action(s, kind, j))
-    return duration
-
-
-def _mode_ms(problem: Problem) -> Floats:
-    """Return ms by kind, row and mode; the same for all modes where actions determine the mode."""
-    menus = numbered_menus(problem)
-    most = max(map(len, menus))
-    found = np.repeat(durations_of(problem)[:, :, None], most, axis=2)
-    for row, (s, stage, j) in enumerate(_rows(problem)):
+    rows, menus = _rows(problem), numbered_menus(problem)
+    found = np.zeros((len(KINDS), len(rows), max(map(len, menus))))
+    for row, (s, stage, j) in enumerate(rows):
         menu, cost = problem.menu_of(s, j), problem.cost_of[j]
-        for number in range(len(menus[row]) if stage.modes else 0):
-            for at, kind in enumerate(KINDS):
+        for at, kind in enumerate(KINDS):
+            if not kind.is_transfer or problem.can_move(stage):
+                found[at, row] = duration_ms(problem, Action(s, kind, j))
+            for number in range(len(menus[row]) if stage.modes else 0):
                 moves = menu[number].offload_bytes and problem.can_use(s, number, cost)
                 if moves or not kind.is_transfer:
                     found[at, row, number] = duration_ms(problem, Action(s, kind, j), number)
@@ -349,18 +331,26 @@ def _times(problem: Problem) -> simulate.TimeArrays:
     row = (costs[None, :] * num_stages + np.arange(num_stages)[:, None]).reshape(-1)
     queued = any(lane.link >= 0 for lane in (*there, *back))
     names = sorted({d.pcie_group for d in problem.devices if d.pcie_group is not None})
+    mode_ms = _mode_ms(problem)
+    owned = np.full((len(problem.devices), max(map(len, problem.stages_of))), -1, dtype=np.int64)
+    for device, its_stages in enumerate(problem.stages_of):
+        owned[device, : len(its_stages)] = its_stages
+    num_paired = num_stages if problem.pairs else 0
+    hidden = np.full((2, num_paired, num_paired), np.nan)
+    for (forward, backward, letter), ms in problem.hidden_ms.items():
+        hidden[int(letter == "B"), forward, backward] = ms
     return simulate.TimeArrays(
         num_stages=num_stages,
         num_microbatches=m,
         num_cells=num_stages * m,
         row=row,
-        duration=durations_of(problem)[:, row].reshape(-1),
-        mode_ms=_mode_ms(problem),
+        duration=mode_ms[:, row, 0].reshape(-1),
+        mode_ms=mode_ms,
         varies=np.array([bool(stage.modes) for stage in stages]),
         there=np.array([there for there, _ in transits]),
         back=np.array([back for _, back in transits]),
         device_of=np.array(problem.placement, dtype=np.int64),
-        owned=_owned(problem),
+        owned=owned,
         grad_sync=np.array([stage.grad_sync_ms for stage in problem.stages]),
         shared=np.array(shared),
         half_duplex=np.array([d.half_duplex for d in problem.devices]),
@@ -374,29 +364,9 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         fill_there=np.array([lane.ms for lane in there]),
         fill_back=np.array([lane.ms for lane in back]),
         noise=np.zeros(0),
-        hidden=_hidden(problem),
+        hidden=hidden,
         forward=np.array([stage.forward_ms for stage in stages]),
     )
-
-
-def _owned(problem: Problem) -> Ints:
-    """Return the stages of each device in model order, -1 after them."""
-    owned = np.full((len(problem.devices), max(map(len, problem.stages_of))), -1, dtype=np.int64)
-    for device, stages in enumerate(problem.stages_of):
-        owned[device, : len(stages)] = stages
-    return owned
-
-
-def _hidden(problem: Problem) -> Floats:
-    """Return ms by (0 for I, 1 for B), stage of F and stage of the backward; NaN: no pair.
-
-    Empty where there are no pairs.
-    """
-    count = len(problem.stages) if problem.pairs else 0
-    hidden = np.full((2, count, count), np.nan)
-    for (forward, backward, letter), ms in problem.hidden_ms.items():
-        hidden[int(letter == "B"), forward, backward] = ms
-    return hidden
 
 
 def memory_of(problem: Problem) -> simulate.MemoryArrays:
@@ -410,7 +380,9 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
         effect = EFFECTS[kind]
         for s in range(len(stages)):
             for number in range(most):
-                mode = _mode_or_keep(menus[s], number)
+                # Keep in the places that the menu leaves free.
+                mode = (menus[s][number] if number < len(menus[s]) else None) or menus[s][0]
+                assert mode is not None  # noqa: S101 - every menu begins with keep
                 adds[at, s, number] = effect.delta(mode)
                 rises[at, s, number] = max(effect.inside(mode), effect.delta(mode))
                 rises[at, s, number] += effect.workspace(mode)
@@ -441,14 +413,6 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
             dtype=np.int64,
         ),
     )
-
-
-def _mode_or_keep(menu: tuple[CellMode | None, ...], number: int) -> CellMode:
-    """Return a mode of a menu; keep in the places that the menu leaves free."""
-    mode = menu[number] if number < len(menu) else None
-    keep = menu[0] if mode is None else mode
-    assert keep is not None  # noqa: S101 - what `numbered_menus` promises
-    return keep
 
 
 # --- Programs from columns: where a schedule has hundreds of thousands of actions, loops count.
@@ -551,16 +515,17 @@ def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | 
     if not _pairs_are_right(compiled, rows):
         return None
     place = _places(compiled, rows)
-    if place is None or not _is_whole(compiled, place, rows.modes) or not _is_in_order(place):
+    if place is None or not _is_whole(compiled, place, rows.modes):
         return None
+    for earlier, later in _IN_ORDER:
+        if ((place[later] >= 0) & (place[later] < place[earlier])).any():
+            return None
     if not keeps_turns(compiled, rows):
         return None
     check_stop()
     makespan_ms, span_ms = compiled.length_ms(rows)
     check_stop()
-    if makespan_ms == np.inf:
-        return None
-    if not keeps_limits(compiled, rows):
+    if makespan_ms == np.inf or not keeps_limits(compiled, rows):
         return None
     return Metrics(makespan_ms, span_ms, device_peaks(compiled, rows), _host_peaks(compiled, rows))
 
@@ -654,14 +619,6 @@ def keeps_uniform_modes(compiled: CompiledProblem, modes: Ints) -> bool:
         return True
     _, first = np.unique(row, return_index=True)
     return not (uniform[row] & (modes != modes[first][row])).any()
-
-
-def _is_in_order(place: Ints) -> bool:
-    """Whether each action comes after those that must precede it, where both are there."""
-    return not any(
-        ((place[later] >= 0) & (place[later] < place[earlier])).any()
-        for earlier, later in _IN_ORDER
-    )
 
 
 def keeps_turns(compiled: CompiledProblem, rows: Rows) -> bool:

@@ -182,25 +182,7 @@ def _execute(run: _ListRun, kind: int, stage: int, now: float) -> None:
 
 
 @lean
-def _execute_pair(run: _ListRun, forward: int, backward: int, kind: int, now: float) -> None:
-    """Run F of a stage and I or B of another as a pair."""
-    times = run.times
-    hidden = times.hidden[0 if kind == BACKWARD_INPUT else 1, forward, backward]
-    ms = times.mode_ms[FORWARD, forward, 0] + times.mode_ms[kind, backward, 0] - hidden
-    paired = PAIRED_INPUT if kind == BACKWARD_INPUT else PAIRED_BACKWARD
-    _append(run, FORWARD, FORWARD, forward, now, now + ms)
-    _append(run, kind, paired, backward, now, now + ms)
-
-
-@lean
-def _append(
-    run: _ListRun,
-    kind: int,
-    code: int,
-    stage: int,
-    start: float,
-    end: float,
-) -> None:
+def _append(run: _ListRun, kind: int, code: int, stage: int, start: float, end: float) -> None:
     """Append a pass to its device's program, under the number ``code``, and count its bytes."""
     device, m = run.times.device_of[stage], run.ready.shape[2]
     if kind == BACKWARD_WEIGHT:
@@ -249,8 +231,8 @@ def _announce(run: _ListRun, kind: int, stage: int, j: int, end: float) -> tuple
 
 
 @lean
-def _filling_weight(run: _ListRun, device: int, gap: float, patience: float) -> int:
-    """Return the stage whose waiting W fits, is of the oldest micro-batch and fills the gap."""
+def _fill(run: _ListRun, device: int, now: float, gap: float, patience: float) -> bool:
+    """Run the W of the oldest micro-batch that waits, fits and fills the gap, if there is one."""
     oldest, found = np.iinfo(np.int64).max, _WAIT
     for at in range(run.times.owned.shape[1]):
         stage = run.times.owned[device, at]
@@ -263,16 +245,9 @@ def _filling_weight(run: _ListRun, device: int, gap: float, patience: float) -> 
             and _fits(run, device, BACKWARD_WEIGHT, stage)
         ):
             oldest, found = j, stage
-    return found
-
-
-@lean
-def _fill(run: _ListRun, device: int, now: float, gap: float, patience: float) -> bool:
-    """Run the oldest waiting W that fills the gap, if there is one."""
-    stage = _filling_weight(run, device, gap, patience)
-    if stage >= 0:
-        _execute(run, BACKWARD_WEIGHT, stage, now)
-    return stage >= 0
+    if found >= 0:
+        _execute(run, BACKWARD_WEIGHT, found, now)
+    return found >= 0
 
 
 @lean
@@ -401,14 +376,7 @@ def _early_pass(
 
 
 @lean
-def _may_jump(
-    run: _ListRun,
-    device: int,
-    kind: int,
-    stage: int,
-    place: int,
-    leaves: int,
-) -> bool:
+def _may_jump(run: _ListRun, device: int, kind: int, stage: int, place: int, leaves: int) -> bool:
     if kind != FORWARD:
         return _fits(run, device, kind, stage)
     if leaves == _JUMPED_FIT:
@@ -534,7 +502,12 @@ def _try_pair(run: _ListRun, device: int, now: float) -> float:
                     forward, backward, letter = a, b, kind
     if forward < 0 or begins > now:
         return begins
-    _execute_pair(run, forward, backward, letter, now)
+    hidden = run.times.hidden[0 if letter == BACKWARD_INPUT else 1, forward, backward]
+    mode_ms = run.times.mode_ms
+    end = now + (mode_ms[FORWARD, forward, 0] + mode_ms[letter, backward, 0] - hidden)
+    paired = PAIRED_INPUT if letter == BACKWARD_INPUT else PAIRED_BACKWARD
+    _append(run, FORWARD, FORWARD, forward, now, end)
+    _append(run, letter, paired, backward, now, end)
     return -1.0
 
 
@@ -575,12 +548,7 @@ def _gain(
 
 
 @lean
-def _act_alone(
-    run: _ListRun,
-    device: int,
-    now: float,
-    in_any_order: bool,
-) -> None:
+def _act_alone(run: _ListRun, device: int, now: float, in_any_order: bool) -> None:
     """Run the next pass of the order, or an early one, or a W."""
     following, arrives = _next_in_order(run, device), np.inf
     if following >= 0:
@@ -603,13 +571,7 @@ def _act_alone(
 
 
 @lean
-def _run_alone(
-    run: _ListRun,
-    device: int,
-    stage: int,
-    kind: int,
-    now: float,
-) -> None:
+def _run_alone(run: _ListRun, device: int, stage: int, kind: int, now: float) -> None:
     """Run a pass, a backward split or not as the policy says; a W where it does not fit."""
     number, memory = kind, run.memory
     if kind != FORWARD:
@@ -835,7 +797,12 @@ class ListScheduler:
         self._times = compiled.times
         self._memory = compiled.memory
         if activations is not None:
-            self._memory = _counted(compiled.memory, activations)
+            # Each activation counts 1, from its F to its W.
+            adds, rises = np.zeros_like(self._memory.adds), np.zeros_like(self._memory.rises)
+            adds[FORWARD] = rises[FORWARD] = 1
+            adds[[BACKWARD_WEIGHT, FULL_BACKWARD]] = -1
+            limit = np.full_like(self._memory.limit, activations)
+            self._memory = self._memory._replace(adds=adds, rises=rises, limit=limit)
         if limits is not None:
             self._memory = self._memory._replace(limit=np.array(limits, dtype=np.int64))
 
@@ -848,8 +815,8 @@ class ListScheduler:
         """
         check_stop()
         m = self._times.num_microbatches if num_microbatches is None else num_microbatches
-        num_stages = self._times.num_stages
-        adds, rises = self._memory.adds[:, :num_stages, 0], self._memory.rises[:, :num_stages, 0]
+        times, memory, num_stages = self._times, self._memory, self._times.num_stages
+        adds, rises = memory.adds[:, :num_stages, 0], memory.rises[:, :num_stages, 0]
         finish = rises[FULL_BACKWARD]
         if policy.split and policy.rule != ListRule.PAIRS:
             after = adds[BACKWARD_INPUT] + rises[BACKWARD_WEIGHT]
@@ -858,53 +825,41 @@ class ListScheduler:
         if policy.in_flight < inf:
             ahead = np.arange(num_stages, 0, -1)
             most = np.maximum(1, (policy.in_flight * ahead).astype(np.int64))
-        run = _begin(self._times, self._memory, finish, most, order or _NO_ORDER, policy, m)
+        num_devices, widest = times.owned.shape
+        # At most two events for each of three actions per cell.
+        most_wakes = num_devices + 6 * num_stages * m
+        ready = np.full((2, num_stages, m), inf)
+        ready[FORWARD, 0] = 0.0
+        run = _ListRun(
+            times=times,
+            memory=memory,
+            finish=finish,
+            most=most,
+            order=order or _NO_ORDER,
+            policy=Policy(*(kind(one) for kind, one in zip(_POLICY_TYPES, policy, strict=True))),
+            done=np.zeros((2, num_stages), dtype=np.int64),
+            ready=ready,
+            split=np.zeros((num_stages, m), dtype=np.int64),
+            num_split=np.zeros(num_stages, dtype=np.int64),
+            num_weights=np.zeros(num_stages, dtype=np.int64),
+            held_bytes=np.zeros(num_devices, dtype=np.int64),
+            in_flight=np.zeros(num_devices, dtype=np.int64),
+            free=np.zeros(num_devices),
+            link_free=np.zeros(max(1, times.num_links)),
+            head=np.zeros(num_devices, dtype=np.int64),
+            actions=np.zeros((num_devices, 3 * m * widest), dtype=np.int64),
+            counts=np.zeros(num_devices, dtype=np.int64),
+            first=np.full(num_devices, inf),
+            last=np.zeros(num_devices),
+            wake_ms=np.empty(most_wakes),
+            wake_device=np.empty(most_wakes, dtype=np.int64),
+            num_wakes=np.zeros(1, dtype=np.int64),
+        )
         makespan, span = _schedule(run)
         if makespan == inf:
             return None
         codes = tuple(row[:count] for row, count in zip(run.actions, run.counts, strict=True))
         return ListSchedule(float(makespan), float(span), m, num_stages, codes)
-
-
-def _begin(
-    times: TimeArrays,
-    memory: MemoryArrays,
-    finish: Ints,
-    most: Ints,
-    order: Order,
-    policy: Policy,
-    m: int,
-) -> _ListRun:
-    """Return the state before the first of m micro-batches."""
-    (num_devices, widest), num_stages = times.owned.shape, times.num_stages
-    most_wakes = num_devices + 6 * num_stages * m  # at most two for each of three actions per cell
-    ready = np.full((2, num_stages, m), inf)
-    ready[FORWARD, 0] = 0.0
-    return _ListRun(
-        times=times,
-        memory=memory,
-        finish=finish,
-        most=most,
-        order=order,
-        policy=Policy(*(kind(one) for kind, one in zip(_POLICY_TYPES, policy, strict=True))),
-        done=np.zeros((2, num_stages), dtype=np.int64),
-        ready=ready,
-        split=np.zeros((num_stages, m), dtype=np.int64),
-        num_split=np.zeros(num_stages, dtype=np.int64),
-        num_weights=np.zeros(num_stages, dtype=np.int64),
-        held_bytes=np.zeros(num_devices, dtype=np.int64),
-        in_flight=np.zeros(num_devices, dtype=np.int64),
-        free=np.zeros(num_devices),
-        link_free=np.zeros(max(1, times.num_links)),
-        head=np.zeros(num_devices, dtype=np.int64),
-        actions=np.zeros((num_devices, 3 * m * widest), dtype=np.int64),
-        counts=np.zeros(num_devices, dtype=np.int64),
-        first=np.full(num_devices, inf),
-        last=np.zeros(num_devices),
-        wake_ms=np.empty(most_wakes),
-        wake_device=np.empty(most_wakes, dtype=np.int64),
-        num_wakes=np.zeros(1, dtype=np.int64),
-    )
 
 
 _POLICY_TYPES = (int, float, int, int, float, float, int)
@@ -913,12 +868,3 @@ _POLICY_TYPES = (int, float, int, int, float, float, int)
 _NO_ORDER = Order(
     np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int64)
 )
-
-
-def _counted(memory: MemoryArrays, most: int) -> MemoryArrays:
-    """Return memory in which each activation counts 1, from its F to its W."""
-    adds, rises = np.zeros_like(memory.adds), np.zeros_like(memory.rises)
-    adds[FORWARD] = rises[FORWARD] = 1
-    adds[[BACKWARD_WEIGHT, FULL_BACKWARD]] = -1
-    limit = np.full_like(memory.limit, most)
-    return memory._replace(adds=adds, rises=rises, limit=limit)

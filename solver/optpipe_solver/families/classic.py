@@ -30,7 +30,7 @@ from optpipe_solver.feasibility import feasibility, serial_plan
 from optpipe_solver.reductions import serial_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
@@ -72,24 +72,19 @@ def build_interleaved(problem: Problem) -> Programs:
         If the placement is no loop of at least two rounds.
     """
     chunks = chunks_of_loop(problem)
-    num_ranks = len(problem.stages) // chunks
-    programs: list[list[Action]] = [[] for _ in problem.devices]
+    num_ranks, m = len(problem.stages) // chunks, problem.num_microbatches
+    programs: list[Program] = [()] * len(problem.devices)
     for rank in range(num_ranks):
         check_stop()
-        programs[problem.placement[rank]] = _program(
-            rank, num_ranks, chunks, problem.num_microbatches
-        )
-    return tuple(map(tuple, programs))
-
-
-def _program(rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
-    forwards = in_groups(ActionType.FORWARD, rank, num_ranks, chunks, m)
-    backwards = in_groups(ActionType.FULL_BACKWARD, rank, num_ranks, chunks, m)
-    warmup = min(len(forwards), 2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks)
-    alternating = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-    drained = backwards[len(forwards) - warmup :]
-    rounded_up = [*forwards[:warmup], *alternating, *drained]
-    return [action for action in rounded_up if action.microbatch < m]
+        forwards = in_groups(ActionType.FORWARD, rank, num_ranks, chunks, m)
+        backwards = in_groups(ActionType.FULL_BACKWARD, rank, num_ranks, chunks, m)
+        warmup = min(len(forwards), 2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks)
+        alternating = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        drained = backwards[len(forwards) - warmup :]
+        rounded_up = chain(forwards[:warmup], alternating, drained)
+        row = tuple(action for action in rounded_up if action.microbatch < m)
+        programs[problem.placement[rank]] = row
+    return tuple(programs)
 
 
 def in_groups(kind: ActionType, rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
@@ -220,14 +215,15 @@ def build_recompute_1f1b(problem: Problem) -> Programs:
                 NotApplicableReason.NEEDS_RECOMPUTE,
                 f"this rule recomputes every stage, but stage {index} has no recompute_ms",
             )
-    return tuple(tuple(_with_recompute(program)) for program in plain)
-
-
-def _with_recompute(program: Program) -> Iterator[Action]:
-    for action in program:
-        if action.type is ActionType.FULL_BACKWARD:
-            yield Action(action.stage, ActionType.RECOMPUTE, action.microbatch)
-        yield action
+    programs = []
+    for program in plain:
+        row: list[Action] = []
+        for action in program:
+            if action.type is ActionType.FULL_BACKWARD:
+                row.append(action._replace(type=ActionType.RECOMPUTE))
+            row.append(action)
+        programs.append(tuple(row))
+    return tuple(programs)
 
 
 def build_seq1f1b(problem: Problem) -> Programs:
@@ -306,7 +302,11 @@ def _some_slices(problem: Problem) -> None:
 def _programs(problem: Problem, *, chunks: int, group: int, ahead: int) -> Programs:
     """Return the programs: device r is ``ahead`` times p - 1 - r slices ahead of the last."""
     p = len(problem.stages) // chunks
-    forwards, backwards = _forwards(problem, chunks, group), _backwards(problem, chunks, group)
+    if problem.order == "given":
+        forwards = [(0, j) for j in range(problem.num_microbatches)]
+    else:
+        forwards = [unit for sample in problem.samples for unit in _units(sample, chunks, group)]
+    backwards = [unit for sample in problem.samples for unit in _units(sample, chunks, group)[::-1]]
     place = {unit: at for at, unit in enumerate(forwards)}
     waits, needed = 0, 0
     for at, unit in enumerate(backwards):
@@ -317,30 +317,11 @@ def _programs(problem: Problem, *, chunks: int, group: int, ahead: int) -> Progr
         first = waits + ahead * (p - 1 - rank)
         ahead_of = [Action(c * p + rank, ActionType.FORWARD, j) for c, j in forwards]
         back = [Action(c * p + rank, ActionType.FULL_BACKWARD, j) for c, j in backwards]
-        programs[problem.placement[rank]] = tuple(_in_turn(ahead_of, back, first))
+        row = ahead_of[:first]
+        for at, backward in enumerate(back):
+            row += [backward, *ahead_of[first + at : first + at + 1]]
+        programs[problem.placement[rank]] = tuple(row)
     return tuple(programs)
-
-
-def _in_turn(
-    forwards: Sequence[Action], backwards: Sequence[Action], first: int
-) -> Iterator[Action]:
-    yield from forwards[:first]
-    for at, back in enumerate(backwards):
-        yield back
-        yield from forwards[first + at : first + at + 1]
-
-
-def _forwards(problem: Problem, chunks: int, group: int) -> list[tuple[int, int]]:
-    """Return the chunk and micro-batch of a device's forwards, in order."""
-    if problem.order == "given":
-        return [(0, j) for j in range(problem.num_microbatches)]
-    return list(chain.from_iterable(_units(sample, chunks, group) for sample in problem.samples))
-
-
-def _backwards(problem: Problem, chunks: int, group: int) -> list[tuple[int, int]]:
-    return list(
-        chain.from_iterable(_units(sample, chunks, group)[::-1] for sample in problem.samples)
-    )
 
 
 def _units(sample: Sequence[int], chunks: int, group: int) -> list[tuple[int, int]]:

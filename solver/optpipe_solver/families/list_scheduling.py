@@ -106,15 +106,12 @@ def greedy_candidates(problem: Problem) -> Iterator[Fit]:
     A policy that gets stuck does not count as tried.
     """
     scheduled = (scheduler.run(policy) for scheduler, policy in _policies(problem))
-    tried = max(_FEWEST, min(_MAX_POLICIES, _WORK // _num_actions(problem)))
+    num_actions = 3 * len(problem.stages) * problem.num_microbatches
+    tried = max(_FEWEST, min(_MAX_POLICIES, _WORK // num_actions))
     for schedule in islice(filter(None, scheduled), tried):
         fitted = fit(Frame(problem, schedule.rows()), _FIT_TRIES)
         if fitted is not None:
             yield fitted
-
-
-def _num_actions(problem: Problem) -> int:
-    return 3 * len(problem.stages) * problem.num_microbatches
 
 
 def _policies(problem: Problem) -> Iterator[tuple[ListScheduler, Policy]]:
@@ -201,14 +198,10 @@ def pipeoffload(problem: Problem, group: int, num_chunks: int) -> Programs:
     hidden = hide_offload(frame)
     if all(map(le, hidden.peaks, frame.limits)) and within_hosts(frame.compiled, hidden.rows):
         return frame.decode(hidden.rows)
-    return _fitted(frame, group)
-
-
-def _fitted(frame: Frame, group: int) -> Programs:
-    """Return the programs made to fit with stalls; for large problems the first way that does."""
+    # With stalls; for large problems the first way that fits.
     found = [fit(frame, THOROUGH)]
-    if not found[0] or len(frame.problem.stages) * frame.problem.num_microbatches <= _LARGE:
-        found.append(fit(Frame(frame.problem, frame.programs), THOROUGH))
+    if not found[0] or len(problem.stages) * problem.num_microbatches <= _LARGE:
+        found.append(fit(Frame(problem, programs), THOROUGH))
     best = min(filter(None, found), key=attrgetter("objective_ms"), default=None)
     if best is None:
         raise NotApplicable(

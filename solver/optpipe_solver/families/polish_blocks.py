@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from optpipe_solver.budget import Stop
     from optpipe_solver.incumbent import Incumbent
 
-__all__ = ["BlockPolisher", "blocks_can_improve", "improve_by_blocks"]
-
-_METHOD = "periodic"
+__all__ = ["blocks_can_improve", "improve_by_blocks"]
 
 _MOVE_WORK = 20
 """Units of work that a block squeezed once counts for."""
@@ -64,54 +62,46 @@ def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
     refuse_unless(blocks_can_improve(problem), "improve_by_blocks", problem, rule)
     if not problem.busy_ms > 0:
         return
-    kinds = (False, True) if fusing_pays(problem) else (False,)
-    parts = [_PolishRounds(best, stop, fused=fused) for fused in kinds]
-    while any([part.next() for part in parts]):  # noqa: C419 - all in turn
-        pass
-
-
-class _PolishRounds:
-    """The blocks whose squeezed schedules are shortest, polished in turn, a round at a time."""
-
-    def __init__(self, best: Incumbent, stop: Stop, *, fused: bool) -> None:
-        self.best = best
-        self.stop = stop
-        problem = best.problem
-        actions = 3 * len(problem.stages) * problem.num_microbatches
-        self.moves = max(4, min(_ROUND, _ROUND_ACTIONS // actions))
-        looked = max(_POLISHED, min(_LOOKED_AT, _ROUND_ACTIONS // actions))
-        found: list[BlockPolisher] = []
+    actions = 3 * len(problem.stages) * problem.num_microbatches
+    moves = max(4, min(_ROUND, _ROUND_ACTIONS // actions))
+    looked = max(_POLISHED, min(_LOOKED_AT, _ROUND_ACTIONS // actions))
+    groups = []
+    for fused in (False, True) if fusing_pays(problem) else (False,):
+        found = []
         for number, block in enumerate(candidate_blocks(problem)[:looked]):
-            if self._is_over():
+            if stop.is_over() or best.is_optimal:
                 break
             seed = stop.seed * 1_000_003 + number
-            found.append(BlockPolisher(problem, block, fused=fused, seed=seed))
+            found.append(_BlockPolisher(problem, block, fused=fused, seed=seed))
             stop.spend(_MOVE_WORK)
-        self.polishers = sorted(found, key=lambda polisher: polisher.best_ms)[:_POLISHED]
-        self.rounds = 0
+        if found:
+            groups.append(sorted(found, key=lambda polisher: polisher.best_ms)[:_POLISHED])
+    rounds = 0
+    while groups:
+        groups = [
+            polishers
+            for polishers in groups
+            if polishers[0].best_ms <= _BEATEN * best.objective_ms
+            and _polish(best, stop, polishers, rounds, moves)
+        ]
+        rounds += 1
 
-    def next(self) -> bool:
-        """Polish one block for a round, offer it if it improved; return whether to continue."""
-        polishers = self.polishers
-        is_beaten = polishers and polishers[0].best_ms > _BEATEN * self.best.objective_ms
-        if self._is_over() or not polishers or is_beaten:
-            return False
-        polisher = polishers[self.rounds % len(polishers)]
-        better = polisher.run(self.moves)
-        self.stop.spend(_MOVE_WORK * self.moves)
-        self.rounds += 1
-        if better or self.rounds <= len(polishers):
-            self._offer(polisher.result())
-        return True
 
-    def _offer(self, squeezed: ListSchedule | None) -> None:
-        problem = self.best.problem
-        if squeezed is None or squeezed.objective_ms(problem.objective) >= self.best.objective_ms:
-            return
-        self.best.offer(squeezed.programs(), _METHOD)
-
-    def _is_over(self) -> bool:
-        return self.stop.is_over() or self.best.is_optimal
+def _polish(
+    best: Incumbent, stop: Stop, polishers: list[_BlockPolisher], rounds: int, moves: int
+) -> bool:
+    """Polish a block for a round, and offer it if it improved; False where the turn is over."""
+    if stop.is_over() or best.is_optimal:
+        return False
+    polisher = polishers[rounds % len(polishers)]
+    better = polisher.run(moves)
+    stop.spend(_MOVE_WORK * moves)
+    if better or rounds < len(polishers):
+        squeezed = polisher.squeezed(polisher.best, None)
+        objective = best.problem.objective
+        if squeezed is not None and squeezed.objective_ms(objective) < best.objective_ms:
+            best.offer(squeezed.programs(), "periodic")
+    return True
 
 
 _POLICIES = (
@@ -136,24 +126,10 @@ class _BlockCourse(NamedTuple):
     policy: int
 
 
-class BlockPolisher:
-    """Anneals one block.
+class _BlockPolisher:
+    """Anneals one block; ``best_ms`` is the length of its best schedule, inf if none fits.
 
-    Parameters
-    ----------
-    problem
-        Its limits are kept.
-    block
-        Where it starts.
-    fused
-        Whether B replaces I and W.
-    seed
-        The moves depend only on it.
-
-    Attributes
-    ----------
-    best_ms
-        The length of the best schedule so far, inf if none fits.
+    The moves depend only on ``seed``. ``fused``: whether B replaces I and W.
     """
 
     def __init__(self, problem: Problem, block: BuildingBlock, *, fused: bool, seed: int) -> None:
@@ -183,10 +159,6 @@ class BlockPolisher:
                     self.best, self.best_ms = course, length
         return self.best_ms < before
 
-    def result(self) -> ListSchedule | None:
-        """Return the best block squeezed for all micro-batches; None if none fits."""
-        return self._squeezed(self.best, None)
-
     def _neighbour(self) -> _BlockCourse:
         """Return the course with its waits, its period or its policy changed."""
         waits, period, policy = self.course
@@ -210,10 +182,11 @@ class BlockPolisher:
         return _BlockCourse(waits, period, policy)
 
     def _evaluate(self, course: _BlockCourse) -> float:
-        squeezed = self._squeezed(course, self.few)
+        squeezed = self.squeezed(course, self.few)
         return inf if squeezed is None else squeezed.objective_ms(self.problem.objective)
 
-    def _squeezed(self, course: _BlockCourse, num_microbatches: int | None) -> ListSchedule | None:
+    def squeezed(self, course: _BlockCourse, num_microbatches: int | None) -> ListSchedule | None:
+        """Return a block squeezed for some micro-batches or for all; None if it does not fit."""
         times = np.cumsum(course.waits)
         forward, backward = times[: self.num_stages], times[self.num_stages :][::-1]
         block = BuildingBlock(forward, backward, course.period)

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, assert_never
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 from optpipe.problem import MAX_CELLS, Link, Stage, StageLayers
 from optpipe_solver.families.building_blocks import (
@@ -277,19 +277,25 @@ def replaced(problem: Problem, kind: Shape, chunks: int) -> Problem:
         raise ValueError(f"chunks is {chunks}, but every device needs at least 1; give 2 or more")
     one_stage_per_device(problem)
     _check_layers(problem, kind, chunks)
-    _check_size(problem, chunks)
-    boundaries = [
-        0 if index == 0 else problem.stages[index - 1].output_bytes
-        for index in range(len(problem.stages))
-    ]
+    line = problem.placement
+    num_stages = len(line) * chunks
+    cells = num_stages * problem.num_microbatches
+    if num_stages > _MOST_STAGES or cells > MAX_CELLS:
+        raise NotApplicable(
+            NotApplicableReason.CANNOT_BE_SPLIT,
+            f"splitting every stage into {chunks} makes {num_stages} stages and {cells} cells; a "
+            f"problem has at most {_MOST_STAGES} stages and {MAX_CELLS} cells",
+        )
+    boundaries = [0, *(stage.output_bytes for stage in problem.stages[:-1])]
     fields = [
         _part(stage, received, part, chunks)
         for stage, received in zip(problem.stages, boundaries, strict=True)
         for part in range(chunks)
     ]
-    line = problem.placement
+    rounds = {"loop": [line] * chunks, "v": [line, line[::-1]] * chunks}[kind]
     stages = [
-        {**part, "device": line[_position(kind, k, len(line))]} for k, part in enumerate(fields)
+        {**part, "device": device}
+        for part, device in zip(fields, chain.from_iterable(rounds), strict=False)
     ]
     closes = kind == "loop" and chunks > 1
     links = (*problem.links, *_closing_link(problem)) if closes else problem.links
@@ -308,28 +314,6 @@ def _check_layers(problem: Problem, kind: Shape, chunks: int) -> None:
                 f"stages[{index}] holds layers {layers}, not {chunks} equal parts: cut the model "
                 f"anew, with optpipe estimate --chunks {chunks} --placement {kind} or optpipe plan",
             )
-
-
-def _check_size(problem: Problem, chunks: int) -> None:
-    num_stages = len(problem.stages) * chunks
-    cells = num_stages * problem.num_microbatches
-    if num_stages > _MOST_STAGES or cells > MAX_CELLS:
-        raise NotApplicable(
-            NotApplicableReason.CANNOT_BE_SPLIT,
-            f"splitting every stage into {chunks} makes {num_stages} stages and {cells} cells; a "
-            f"problem has at most {_MOST_STAGES} stages and {MAX_CELLS} cells",
-        )
-
-
-def _position(kind: Shape, part: int, num_devices: int) -> int:
-    """Return the position of a part on the line of devices."""
-    round_, at = divmod(part, num_devices)
-    match kind:
-        case "loop":
-            return at
-        case "v":
-            return at if round_ % 2 == 0 else num_devices - 1 - at
-    assert_never(kind)
 
 
 def _part(stage: Stage, received_bytes: int, part: int, chunks: int) -> dict[str, Any]:

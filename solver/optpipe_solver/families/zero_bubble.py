@@ -24,7 +24,8 @@ its device. Its clock only steers and ranks; tests check that it equals `optpipe
 
 from __future__ import annotations
 
-from itertools import islice, product
+from itertools import count, islice, product
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -41,8 +42,6 @@ from optpipe_solver.families.common import (
 from optpipe_solver.jit import jitted, lean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
     from optpipe.problem import Problem, Stage
@@ -346,36 +345,27 @@ def _best(problem: Problem, limits: list[int]) -> Programs:
     compiled = CompiledProblem.of(problem)
     bounded = np.array([min(limit, _UNLIMITED) for limit in limits], dtype=np.int64)
     memory = compiled.memory._replace(limit=bounded)
-    plans = []
-    for setting in _settings(problem):
-        check_stop()
-        plans.append(plan_line(compiled.times, memory, *setting))
-    best = min(plans, key=lambda plan: _objective_ms(problem, plan))
-    return programs_by_device(
-        problem, [list(_program(best, stage)) for stage in range(len(problem.stages))]
-    )
-
-
-def _settings(problem: Problem) -> Iterator[tuple[bool, int, bool]]:
-    """Yield hyper-parameters, the most successful first; large problems try fewer."""
-    size = 3 * len(problem.stages) * problem.num_microbatches
-    everything = product((False, True), (1, 2, 0), (True, False))
-    return islice(everything, max(2, min(12, _WORK // size)))
-
-
-def _objective_ms(problem: Problem, plan: GreedyRun) -> float:
     syncs = np.array([stage.grad_sync_ms for stage in problem.stages])
-    ends = plan.free + syncs
-    if problem.objective == "span":
-        return float((ends - plan.first).max())
-    return float(ends.max() - plan.first.min())
-
-
-def _program(plan: GreedyRun, stage: int) -> Iterator[Action]:
-    next_of = [0, 0, 0]
-    for kind in plan.kinds[stage].tolist():
-        yield Action(stage, _TYPES[kind], next_of[kind])
-        next_of[kind] += 1
+    # The most successful hyper-parameters come first; large problems try fewer.
+    settings = product((False, True), (1, 2, 0), (True, False))
+    size = 3 * len(problem.stages) * problem.num_microbatches
+    best, best_ms = None, inf
+    for setting in islice(settings, max(2, min(12, _WORK // size))):
+        check_stop()
+        plan = plan_line(compiled.times, memory, *setting)
+        ends = plan.free + syncs
+        span_ms, makespan_ms = (ends - plan.first).max(), ends.max() - plan.first.min()
+        objective_ms = span_ms if problem.objective == "span" else makespan_ms
+        if objective_ms < best_ms:
+            best, best_ms = plan, objective_ms
+    assert best is not None  # noqa: S101 - every setting ends
+    by_stage: list[list[Action]] = []
+    for stage, (kinds, filled) in enumerate(zip(best.kinds, best.filled, strict=True)):
+        microbatch_of = [count(), count(), count()]
+        by_stage.append(
+            [Action(stage, _TYPES[kind], next(microbatch_of[kind])) for kind in kinds[:filled]]
+        )
+    return programs_by_device(problem, by_stage)
 
 
 def build_zb_h1(problem: Problem) -> Programs:

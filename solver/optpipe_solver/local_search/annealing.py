@@ -18,6 +18,7 @@ from optpipe_solver.arrays.encoding import Rows
 from optpipe_solver.jit import below, lean, unit
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.board import (
+    Table,
     agenda_for,
     backward_of,
     begin,
@@ -53,16 +54,13 @@ from optpipe_solver.local_search.times import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_solver.arrays import Flags, Floats, Ints
+    from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
-    from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
     from optpipe_solver.jit import Draw
-    from optpipe_solver.local_search.board import Agenda, Board, Undo
-    from optpipe_solver.local_search.propose import SearchRules
+    from optpipe_solver.local_search.board import Undo
 
 __all__ = [
     "Course",
-    "Table",
     "accept",
     "anneal",
     "best_rows",
@@ -100,30 +98,6 @@ The least reach is in places; it is doubled up to three times. RELOADs first mov
 """
 
 
-class Table(NamedTuple):
-    """All arrays of one search. ``path`` is scratch; ``best_*`` is the best board seen.
-
-    ``times.duration`` is the table's own: it follows the modes of the cells. ``focus`` says where
-    moves are made (see `propose`). ``stale`` flags devices whose program may differ from the best
-    one; ``load``, by place, is scratch.
-    """
-
-    board: Board
-    undo: Undo
-    agenda: Agenda
-    work: SimulationScratch
-    times: TimeArrays
-    memory: MemoryArrays
-    rules: SearchRules
-    path: Ints
-    focus: Ints
-    best_actions: Ints
-    best_counts: Ints
-    best_modes: Ints
-    stale: Flags
-    load: Ints
-
-
 class Course(NamedTuple):
     """The progress of one cooling; cutting it into slices makes no difference.
 
@@ -145,13 +119,7 @@ def course_of(table: Table, best: float) -> Course:
 
 @lean
 def anneal(
-    table: Table,
-    course: Course,
-    hot: float,
-    cold: float,
-    whole: int,
-    until: int,
-    draw: Draw,
+    table: Table, course: Course, hot: float, cold: float, whole: int, until: int, draw: Draw
 ) -> None:
     """Make random moves until ``until`` actions were simulated in this cooling.
 
@@ -201,13 +169,12 @@ def _temperature(hot: float, cold: float, work: int, whole: int) -> float:
 @lean
 def look_around(table: Table) -> int:
     """Find a longest path, and the tails where they are of use; return the path's size."""
-    board, times, rules = table.board, table.times, table.rules
-    if rules.incremental:
-        refresh_tails(board, times, table.agenda)
+    if table.rules.incremental:
+        refresh_tails(table)
     else:
-        simulate.length(board.actions, board.counts, times, table.work)
-        set_out(board, times, table.work)
-    return longest_path(board, times, rules.by_span, table.path)
+        simulate.length(table.board.actions, table.board.counts, table.times, table.work)
+        set_out(table)
+    return longest_path(table)
 
 
 @lean
@@ -224,9 +191,7 @@ def try_move(table: Table, path_size: int, cutoff: float, draw: Draw) -> tuple[i
     copy(undo.hosts, board.hosts, num_devices)
     copy(undo.first, board.first, num_devices)
     copy(undo.last, board.last, num_devices)
-    changed = propose(
-        board, undo, table.times, table.memory, rules, table.path, path_size, table.focus, draw
-    )
+    changed = propose(table, path_size, draw)
     edited = _edited(undo)
     if not changed or not _fits(table, draw):
         return edited, np.inf, np.inf
@@ -245,7 +210,7 @@ def try_move(table: Table, path_size: int, cutoff: float, draw: Draw) -> tuple[i
     if rules.by_span:
         cutoff += _latest_first(undo, num_devices)
     budget = board.at.size
-    looked = propagate(board, undo, table.agenda, table.times, rules.tails, cutoff, budget)
+    looked = propagate(table, cutoff, budget)
     if looked < 0:
         return edited - looked, np.inf, np.inf
     objective = measure(table)
@@ -272,7 +237,7 @@ def _edited(undo: Undo) -> int:
 
 @lean
 def _fits(table: Table, draw: Draw) -> bool:
-    board, undo = table.board, table.undo
+    undo = table.undo
     for i in range(undo.sizes[0]):
         device = undo.touched[i]
         if table.rules.in_turn and not _is_in_turn(table, device):
@@ -280,10 +245,10 @@ def _fits(table: Table, draw: Draw) -> bool:
         if table.rules.offloads[device] and unit(draw) < _SETTLE:
             fits = _settled(table, device, draw)
         else:
-            fits = make_room(board, undo, table.times, table.memory, device, draw)
+            fits = make_room(table, device, draw)
         if not fits:
             return False
-        if table.rules.hosts_limited and not hosts_fit(board, table.times, table.memory, device):
+        if table.rules.hosts_limited and not hosts_fit(table, device):
             return False
     return True
 
@@ -321,7 +286,7 @@ def _settled(table: Table, device: int, draw: Draw) -> bool:
     low = max(0, undo.low[device] - reach)
     high = min(board.counts[device], undo.high[device] + reach)
     relax(Stretch(board, undo, times, memory, table.load, device, low, high))
-    if not make_room(board, undo, times, memory, device, draw):
+    if not make_room(table, device, draw):
         return False
     low, high = min(low, undo.low[device]), max(high, undo.high[device])
     lead = below(draw, _LEADS)
@@ -342,7 +307,7 @@ def measure(table: Table) -> float:
     if rules.has_sync:
         for device in range(board.counts.size):
             if agenda.changed[device]:
-                board.last[device] = last_end(board, agenda, table.times, device)
+                board.last[device] = last_end(table, device)
                 agenda.changed[device] = False
     begun, ended, span = np.inf, 0.0, 0.0
     for device in range(board.counts.size):
@@ -376,12 +341,12 @@ def _judged(table: Table, objective: float) -> float:
 def take_back(table: Table) -> None:
     """Undo the last move."""
     board, undo = table.board, table.undo
-    roll_back(board, undo, table.times.num_cells)
+    roll_back(table)
     for i in range(undo.sizes[0]):
         device = undo.touched[i]
         put_back(board, undo, device)
         undo.high[device] = -1
-    moves.turn_back(board, undo, table.times)
+    moves.turn_back(table)
     num_devices = board.counts.size
     copy(board.hosts, undo.hosts, num_devices)
     copy(board.first, undo.first, num_devices)
@@ -397,7 +362,7 @@ def accept(table: Table) -> None:
     for i in range(undo.sizes[0]):
         device = undo.touched[i]
         low, high = undo.low[device], undo.high[device]
-        commit(board, table.times, table.memory, device, low, high)
+        commit(table, device, low, high)
         if table.rules.incremental:
             tail_along(board, table.times, device, low, high)
         table.stale[device] = True
@@ -442,12 +407,12 @@ def make_fit(table: Table, draw: Draw) -> float:
 
 @lean
 def _offload_until_it_fits(table: Table, device: int, draw: Draw) -> bool:
-    board, undo, times, memory = table.board, table.undo, table.times, table.memory
+    board, undo = table.board, table.undo
     begin(board, undo, device)
     note(undo, device, 0, board.counts[device])
-    while not make_room(board, undo, times, memory, device, draw):
-        at = overflow(board, times, memory, device, 0, board.counts[device])
-        if not offload_farthest(board, undo, times, memory, device, at):
+    while not make_room(table, device, draw):
+        at = overflow(table, device, 0, board.counts[device])
+        if not offload_farthest(table, device, at):
             return False
     return True
 
@@ -495,7 +460,7 @@ def _compute(table: Table) -> None:
     cells = times.num_cells
     for device in range(board.counts.size):
         count = board.counts[device]
-        commit(board, times, memory, device, 0, count)
+        commit(table, device, 0, count)
         row = board.actions[device]
         board.hosts[device] = simulate.host_peak(row, count, times, memory, board.mode, board.away)
     if not table.rules.incremental:
@@ -509,6 +474,6 @@ def _compute(table: Table) -> None:
     table.undo.high[:] = -1
     table.undo.sizes[:] = 0
     budget = 2 * board.at.size
-    propagate(board, table.undo, table.agenda, times, table.rules.tails, np.inf, budget)
+    propagate(table, np.inf, budget)
     table.undo.sizes[:] = 0
     measure(table)

@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
+    from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
 
 __all__ = [
     "Agenda",
     "Board",
+    "MoveShares",
+    "SearchRules",
+    "Table",
     "Undo",
     "agenda_for",
     "backward_of",
@@ -119,6 +123,73 @@ class Agenda(NamedTuple):
     changed: Flags
     stage_end: Floats
     cursor: Ints
+
+
+class MoveShares(NamedTuple):
+    """Shares of the kinds of moves, each a share of all.
+
+    ``on_path``: any move around a longest path. ``relabels``: two different micro-batches swap
+    places on all devices, where their order is a choice. ``modes``: the mode of an activation
+    changes. ``waves``: many modes change, or many passes move; in long batches that costs as much
+    as hundreds of other moves. ``backwards``: whole backwards move or are swapped. The rest moves
+    single actions, or some of them.
+    """
+
+    on_path: float = 0.5
+    relabels: float = 0.15
+    modes: float = 0.12
+    waves: float = 0.03
+    backwards: float = 0.10
+
+
+class SearchRules(NamedTuple):
+    """Facts of a problem that decide how its search works.
+
+    ``incremental``: times are kept up to date move by move (see `times.can_propagate`), else
+    simulated from the start. ``fused``: stages whose fused backward may save time or bytes.
+    ``tails``: see `least_tails`. ``mean_pass_ms``: the mean duration of F, I and W over all stages;
+    1 where all are 0. ``offloads``: devices with a stage that can be offloaded. ``relabels``:
+    whether the order of micro-batches is a choice. ``in_turn``: whether some must keep a turn. Then
+    ``turns`` has four rows by micro-batch, -1 for none. Rows 0 and 1 are its neighbours with the F
+    before and after its own. Rows 2 and 3 are those with the backward after and before.
+    """
+
+    by_span: bool
+    incremental: bool
+    has_sync: bool
+    hosts_limited: bool
+    fused: Flags
+    tails: Floats
+    mean_pass_ms: float
+    offloads: Flags
+    relabels: bool
+    in_turn: bool
+    turns: Ints
+    shares: MoveShares
+
+
+class Table(NamedTuple):
+    """All arrays of one search. ``path`` is scratch; ``best_*`` is the best board seen.
+
+    ``times.duration`` is the table's own: it follows the modes of the cells. ``focus`` says where
+    moves are made (see `propose`). ``stale`` flags devices whose program may differ from the best
+    one; ``load``, by place, is scratch.
+    """
+
+    board: Board
+    undo: Undo
+    agenda: Agenda
+    work: SimulationScratch
+    times: TimeArrays
+    memory: MemoryArrays
+    rules: SearchRules
+    path: Ints
+    focus: Ints
+    best_actions: Ints
+    best_counts: Ints
+    best_modes: Ints
+    stale: Flags
+    load: Ints
 
 
 def board_of(compiled: CompiledProblem, rows: Rows) -> Board:

@@ -319,14 +319,14 @@ def _execute(
     state.wake[device] = end
     state.held_bytes[device] += memory.adds[kind, row, mode]
     if kind == _W:
-        _take(state, _W, s, j)
+        _take(state.waiting[_W, s], state.sizes[_W], s, j)
         return
     lane, fill = simulate.lane_of(kind, cell, times)
     if lane >= 0:
         end = max(end, state.link_free[lane])
         state.link_free[lane] = end + fill
     if kind == _F:
-        _take(state, _F, s, j)
+        _take(state.waiting[_F, s], state.sizes[_F], s, j)
         state.flying[device, state.num_flying[device]] = cell
         state.num_flying[device] += 1
         if s == times.num_stages - 1:
@@ -334,8 +334,8 @@ def _execute(
         else:
             _put(instance, state, _F, s + 1, j, end + times.there[row])
         return
-    _take(state, _I, s, j)
-    _land(state, device, cell)
+    _take(state.waiting[_I, s], state.sizes[_I], s, j)
+    _take(state.flying[device], state.num_flying, device, cell)
     if kind == _I:
         state.waiting[_W, s, state.sizes[_W, s]] = j
         state.sizes[_W, s] += 1
@@ -344,23 +344,13 @@ def _execute(
 
 
 @lean
-def _take(state: _PartialSchedule, kind: int, s: int, j: int) -> None:
-    size = state.sizes[kind, s] - 1
-    for i in range(size + 1):
-        if state.waiting[kind, s, i] == j:
-            state.waiting[kind, s, i] = state.waiting[kind, s, size]
+def _take(items: Ints, sizes: Ints, of: int, item: int) -> None:
+    """Take an item out of a list of ``sizes[of]``; the last one gets its place."""
+    sizes[of] -= 1
+    for i in range(sizes[of]):
+        if items[i] == item:
+            items[i] = items[sizes[of]]
             break
-    state.sizes[kind, s] = size
-
-
-@lean
-def _land(state: _PartialSchedule, device: int, cell: int) -> None:
-    size = state.num_flying[device] - 1
-    for i in range(size + 1):
-        if state.flying[device, i] == cell:
-            state.flying[device, i] = state.flying[device, size]
-            break
-    state.num_flying[device] = size
 
 
 @lean
@@ -550,10 +540,19 @@ def dispatched(
         length=np.full(1, np.inf),
     )
     ranks = np.array([np.argsort(order) for order in orders])
-    usable = [rule for rule in known if _may_have(instance, rule.mode)]
+    numbers = np.arange(instance.modes.shape[1]) < instance.num_modes[:, None]
+    usable = [
+        rule
+        for rule in known
+        if ((instance.modes == rule.mode[:, None]) & numbers).any(axis=1).all()
+    ]
     if known and not usable:
         return None
-    stacked = _stacked(usable, m, times.num_stages)
+    stacked = DispatchingRule(
+        rank=np.array([one.rank for one in usable], dtype=np.int64).reshape(-1, m),
+        numbers=np.array([one.numbers for one in usable]).reshape(-1, len(_USUAL)),
+        mode=np.array([one.mode for one in usable], dtype=np.int64).reshape(-1, times.num_stages),
+    )
     count = max(0 if usable else 1, work // (CELL_WORK * cells) - len(usable))
     drawn = 0 if usable else max(min(len(orders), count), count // 3)
     scratch, by_span = simulate.workspace_for(times, num_devices), problem.objective == "span"
@@ -565,21 +564,6 @@ def dispatched(
         return None
     rows = Rows(best.actions, best.counts, np.repeat(best.mode, m))
     return Dispatched(float(best.length[0]), rows, DispatchingRule(best.rank, best.rule, best.mode))
-
-
-def _may_have(instance: _Instance, mode: Ints) -> bool:
-    """Whether every stage may have the mode that a rule gives it."""
-    numbers = np.arange(instance.modes.shape[1]) < instance.num_modes[:, None]
-    return bool(((instance.modes == mode[:, None]) & numbers).any(axis=1).all())
-
-
-def _stacked(rules: Sequence[DispatchingRule], m: int, num_stages: int) -> DispatchingRule:
-    """Return rules as one, with a row for each."""
-    return DispatchingRule(
-        rank=np.array([one.rank for one in rules], dtype=np.int64).reshape(-1, m),
-        numbers=np.array([one.numbers for one in rules]).reshape(-1, len(_USUAL)),
-        mode=np.array([one.mode for one in rules], dtype=np.int64).reshape(-1, num_stages),
-    )
 
 
 def _instance_of(compiled: CompiledProblem) -> _Instance:

@@ -35,7 +35,7 @@ from optpipe_solver.local_search.board import (
 if TYPE_CHECKING:
     from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
     from optpipe_solver.jit import Draw
-    from optpipe_solver.local_search.board import Board, Undo
+    from optpipe_solver.local_search.board import Board, Table
 
 __all__ = [
     "exchange",
@@ -68,8 +68,9 @@ def some_distance(draw: Draw, most: int) -> int:
 
 
 @lean
-def shift(board: Board, undo: Undo, cells: int, device: int, place: int, distance: int) -> bool:
+def shift(table: Table, device: int, place: int, distance: int) -> bool:
     """Move one action by a distance, as far as its own cell allows."""
+    board, cells = table.board, table.times.num_cells
     count = board.counts[device]
     code = board.actions[device, place]
     if distance > 0:
@@ -78,15 +79,14 @@ def shift(board: Board, undo: Undo, cells: int, device: int, place: int, distanc
         target = max(place + distance, floor(board, cells, code))
     if target == place:
         return False
-    slide(board, undo, device, place, target)
+    slide(board, table.undo, device, place, target)
     return True
 
 
 @lean
-def shift_block(
-    board: Board, undo: Undo, cells: int, device: int, place: int, width: int, distance: int
-) -> bool:
+def shift_block(table: Table, device: int, place: int, width: int, distance: int) -> bool:
     """Move ``width`` actions at a place by a distance, until a cell's own order is in the way."""
+    board, undo, cells = table.board, table.undo, table.times.num_cells
     count = board.counts[device]
     row = board.actions[device]
     if place + width > count:
@@ -110,8 +110,9 @@ def shift_block(
 
 
 @lean
-def swap(board: Board, undo: Undo, cells: int, device: int, place: int, distance: int) -> bool:
+def swap(table: Table, device: int, place: int, distance: int) -> bool:
     """Swap an action and the one ``distance`` places after it."""
+    board, undo, cells = table.board, table.undo, table.times.num_cells
     count = board.counts[device]
     other = place + distance
     if other >= count:
@@ -126,20 +127,13 @@ def swap(board: Board, undo: Undo, cells: int, device: int, place: int, distance
 
 
 @lean
-def reverse(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    device: int,
-    place: int,
-    width: int,
-    in_turn: bool,
-) -> bool:
+def reverse(table: Table, device: int, place: int, width: int, in_turn: bool) -> bool:
     """Reverse up to ``width`` actions from a place on, until a cell would come twice.
 
     ``in_turn``: reverse only the kinds and stages of the passes; the micro-batches of each pass of
     a stage keep their order.
     """
+    board, undo, times = table.board, table.undo, table.times
     m, count = times.num_microbatches, board.counts[device]
     row, stop = board.actions[device], place + 1
     while stop < min(count, place + width) and floor(board, times.num_cells, row[stop]) <= place:
@@ -173,13 +167,12 @@ def _back_in_turn(board: Board, m: int, device: int, place: int, stop: int) -> N
 
 
 @lean
-def trade_backwards(
-    board: Board, undo: Undo, cells: int, device: int, cell: int, other: int
-) -> bool:
+def trade_backwards(table: Table, device: int, cell: int, other: int) -> bool:
     """Swap two cells of a device, from what brings them back to their W.
 
     Both must be kept, offloaded or recomputed alike, and fused or split alike.
     """
+    board, undo, cells = table.board, table.undo, table.times.num_cells
     if cell == other:
         return False
     begin(board, undo, device)
@@ -197,13 +190,12 @@ def trade_backwards(
 
 
 @lean
-def relabel(
-    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, one: int, other: int
-) -> bool:
+def relabel(table: Table, one: int, other: int) -> bool:
     """Swap the places and modes of two micro-batches, in all programs.
 
     Nothing changes if one has a mode that the other lacks, or that needs other actions there.
     """
+    board, undo, times, memory = table.board, table.undo, table.times, table.memory
     cells, m = times.num_cells, times.num_microbatches
     for stage in range(times.num_stages):
         here, there = stage * m + one, stage * m + other
@@ -227,8 +219,8 @@ def relabel(
                 board.actions[device, behind] = first
                 note(undo, device, behind, behind + 1)
         mode, wanted = board.mode[here], board.mode[there]
-        _become(board, undo, times, memory, here, wanted)
-        _become(board, undo, times, memory, there, mode)
+        _become(table, here, wanted)
+        _become(table, there, mode)
     return True
 
 
@@ -249,21 +241,21 @@ def _fits_mode(times: TimeArrays, memory: MemoryArrays, cell: int, like: int, mo
 
 
 @lean
-def fill_idle(board: Board, undo: Undo, cells: int, device: int, place: int, reach: int) -> bool:
+def fill_idle(table: Table, device: int, place: int, reach: int) -> bool:
     """Bring the next W after a place, whose I is before it, right before that place."""
+    board, cells = table.board, table.times.num_cells
     row, count = board.actions[device], board.counts[device]
     for k in range(place + 1, min(count, place + 1 + reach)):
         if row[k] // cells == BACKWARD_WEIGHT and floor(board, cells, row[k]) <= place:
-            slide(board, undo, device, k, place)
+            slide(board, table.undo, device, k, place)
             return True
     return False
 
 
 @lean
-def park(
-    board: Board, undo: Undo, cells: int, device: int, cell: int, distance: int, late: int
-) -> bool:
+def park(table: Table, device: int, cell: int, distance: int, late: int) -> bool:
     """Run a cell's whole backward, with what brings it back, earlier or later."""
+    board, undo, cells = table.board, table.undo, table.times.num_cells
     count = board.counts[device]
     at = backward_of(board, cells, cell)
     target = min(max(at + distance, 0), count - 1)
@@ -274,8 +266,8 @@ def park(
             target -= 1
         slide(board, undo, device, at, target)
     first, second = (RECOMPUTE, RELOAD) if distance > 0 else (RELOAD, RECOMPUTE)
-    _bring_along(board, undo, cells, device, first * cells + cell, target - late)
-    _bring_along(board, undo, cells, device, second * cells + cell, target - late)
+    _bring_along(table, device, first * cells + cell, target - late)
+    _bring_along(table, device, second * cells + cell, target - late)
     if distance < 0:
         code = board.actions[device, backward_of(board, cells, cell)]
         low = max(target, floor(board, cells, code))
@@ -288,8 +280,9 @@ def park(
 
 
 @lean
-def _bring_along(board: Board, undo: Undo, cells: int, device: int, code: int, wanted: int) -> None:
+def _bring_along(table: Table, device: int, code: int, wanted: int) -> None:
     """Move a RELOAD or RECOMPUTE, if there is one, as near to a place as its cell allows."""
+    board, cells = table.board, table.times.num_cells
     place = board.at[code]
     if place < 0:
         return
@@ -301,20 +294,13 @@ def _bring_along(board: Board, undo: Undo, cells: int, device: int, code: int, w
     if wanted > place:
         wanted -= 1
     if wanted != place:
-        slide(board, undo, device, place, wanted)
+        slide(board, table.undo, device, place, wanted)
 
 
 @lean
-def ripple(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    code: int,
-    step: int,
-    most: int,
-    distance: int,
-) -> bool:
+def ripple(table: Table, code: int, step: int, most: int, distance: int) -> bool:
     """Shift the same pass of a micro-batch on up to ``most`` stages in a row by a distance."""
+    times = table.times
     cells, m = times.num_cells, times.num_microbatches
     kind = code // cells
     stage = (code - kind * cells) // m
@@ -322,10 +308,10 @@ def ripple(
     for _ in range(most):
         if stage < 0 or stage >= times.num_stages:
             break
-        place = board.at[code]
+        place = table.board.at[code]
         if place >= 0:
             device = times.device_of[stage]
-            changed = shift(board, undo, cells, device, place, distance) or changed
+            changed = shift(table, device, place, distance) or changed
         stage += step
         code += step * m
     return changed
@@ -337,50 +323,41 @@ def ripple(
 
 
 @lean
-def place_mode(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    cell: int,
-    mode: int,
-    early: int,
-    late: int,
-) -> bool:
+def place_mode(table: Table, cell: int, mode: int, early: int, late: int) -> bool:
     """Give a cell a mode, whatever it was; the same mode again means other places.
 
     RELEASE goes ``early`` places after the OFFLOAD, RELOAD or RECOMPUTE ``late`` places before the
     backward. If a cell has both, RECOMPUTE goes right before the backward.
     """
+    board, times, memory = table.board, table.times, table.memory
     cells, stage = times.num_cells, times.row[cell]
     rests = not memory.again[stage, mode] and memory.adds[RELOAD, stage, mode] == 0
     if rests and board.mode[cell] == mode:
         return False
-    _clear(board, undo, times, memory, cell)
+    _clear(table, cell)
     released = board.at[FORWARD * cells + cell] + 1 + early
     returned = backward_of(board, cells, cell) - late
-    _set(board, undo, times, memory, cell, mode, released, returned)
+    _set(table, cell, mode, released, returned)
     return True
 
 
 @lean
-def exchange(
-    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, other: int
-) -> bool:
+def exchange(table: Table, cell: int, other: int) -> bool:
     """Swap the modes of two cells of a device, at about the same places.
 
     Modes go by number: the caller checks that the other's stage has it.
     """
-    cells = times.num_cells
+    board = table.board
+    cells = table.times.num_cells
     mode, wanted = board.mode[cell], board.mode[other]
     if mode == wanted:
         return False
     released, returned = _places(board, cells, cell)
     freed, back = _places(board, cells, other)
-    _clear(board, undo, times, memory, cell)
-    _clear(board, undo, times, memory, other)
-    _set(board, undo, times, memory, other, mode, released, returned)
-    _set(board, undo, times, memory, cell, wanted, freed, back)
+    _clear(table, cell)
+    _clear(table, other)
+    _set(table, other, mode, released, returned)
+    _set(table, cell, wanted, freed, back)
     return True
 
 
@@ -394,29 +371,22 @@ def _places(board: Board, cells: int, cell: int) -> tuple[int, int]:
 
 
 @lean
-def _clear(board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int) -> None:
+def _clear(table: Table, cell: int) -> None:
     """Keep a cell, whatever it was."""
+    board, times = table.board, table.times
     cells = times.num_cells
     device = times.device_of[cell // times.num_microbatches]
     for kind in (RELOAD, RELEASE, OFFLOAD, RECOMPUTE):
         place = board.at[kind * cells + cell]
         if place >= 0:
-            remove(board, undo, device, place)
-    _become(board, undo, times, memory, cell, 0)
+            remove(board, table.undo, device, place)
+    _become(table, cell, 0)
 
 
 @lean
-def _set(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    cell: int,
-    mode: int,
-    released: int,
-    returned: int,
-) -> None:
+def _set(table: Table, cell: int, mode: int, released: int, returned: int) -> None:
     """Give a kept cell a mode, as near to the wanted places as its own order allows."""
+    board, undo, times, memory = table.board, table.undo, table.times, table.memory
     cells, stage = times.num_cells, times.row[cell]
     device = times.device_of[cell // times.num_microbatches]
     forward_at, needed = board.at[FORWARD * cells + cell], backward_of(board, cells, cell)
@@ -430,14 +400,13 @@ def _set(
         insert(board, undo, device, returned, RELOAD * cells + cell)
         insert(board, undo, device, released, RELEASE * cells + cell)
         insert(board, undo, device, forward_at + 1, OFFLOAD * cells + cell)
-    _become(board, undo, times, memory, cell, mode)
+    _become(table, cell, mode)
 
 
 @lean
-def _become(
-    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, mode: int
-) -> None:
+def _become(table: Table, cell: int, mode: int) -> None:
     """Set a cell's mode; note the places of F, I, W and B if it changes what they do."""
+    board, undo, times, memory = table.board, table.undo, table.times, table.memory
     before = board.mode[cell]
     if before == mode:
         return
@@ -468,18 +437,20 @@ def _lengthen(times: TimeArrays, cell: int, mode: int) -> None:
 
 
 @lean
-def turn_back(board: Board, undo: Undo, times: TimeArrays) -> None:
+def turn_back(table: Table) -> None:
     """Give all cells whose mode was changed the mode that they had."""
+    undo, times = table.undo, table.times
     for i in range(undo.sizes[2] - 1, -1, -1):
         cell, mode = undo.turned[i]
-        board.mode[cell] = mode
+        table.board.mode[cell] = mode
         if times.varies[times.row[cell]]:
             _lengthen(times, cell, mode)
 
 
 @lean
-def toggle_fused(board: Board, undo: Undo, cells: int, device: int, cell: int, late: int) -> bool:
+def toggle_fused(table: Table, device: int, cell: int, late: int) -> bool:
     """Replace I and W by B at the place of I, or B by I with its W ``late`` places after."""
+    board, undo, cells = table.board, table.undo, table.times.num_cells
     fused = board.at[FULL_BACKWARD * cells + cell]
     if fused >= 0:
         remove(board, undo, device, fused)
@@ -500,21 +471,13 @@ def toggle_fused(board: Board, undo: Undo, cells: int, device: int, cell: int, l
 
 
 @lean
-def wave(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    code: int,
-    count: int,
-    most: int,
-    width: int,
-    distance: int,
-) -> bool:
+def wave(table: Table, code: int, count: int, most: int, width: int, distance: int) -> bool:
     """Shift the same pass of ``count`` micro-batches on up to ``most`` stages by a distance.
 
     The ``width - 1`` actions after each move too. Actions that move later move last one first, so
     that the micro-batches keep their order.
     """
+    times = table.times
     m, cells = times.num_microbatches, times.num_cells
     first = (code % cells) // m
     j = code % m
@@ -524,39 +487,31 @@ def wave(
         device = times.device_of[stage]
         lead = code + (stage - first) * m
         for i in range(count):
-            place = board.at[lead + (count - 1 - i if distance > 0 else i)]
+            place = table.board.at[lead + (count - 1 - i if distance > 0 else i)]
             if place < 0:
                 continue
             if width > 1:
-                moved = shift_block(board, undo, cells, device, place, width, distance)
+                moved = shift_block(table, device, place, width, distance)
             else:
-                moved = shift(board, undo, cells, device, place, distance)
+                moved = shift(table, device, place, distance)
             changed = changed or moved
     return changed
 
 
 @lean
 def mode_wave(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    cell: int,
-    count: int,
-    stride: int,
-    mode: int,
-    early: int,
-    late: int,
+    table: Table, cell: int, count: int, stride: int, mode: int, early: int, late: int
 ) -> bool:
     """Give every ``stride``-th of ``count`` micro-batches of a stage a mode.
 
     Micro-batches of another cost have other menus and are left as they are.
     """
+    times = table.times
     m = times.num_microbatches
     changed = False
     for i in range(0, min(count, m - cell % m), stride):
         if times.row[cell + i] != times.row[cell]:
             continue
-        moved = place_mode(board, undo, times, memory, cell + i, mode, early, late)
+        moved = place_mode(table, cell + i, mode, early, late)
         changed = changed or moved
     return changed

@@ -32,6 +32,7 @@ from optpipe_solver.arrays.simulate import (
 )
 from optpipe_solver.feasibility import refuse_unless
 from optpipe_solver.jit import below, lean, seeded, unit
+from optpipe_solver.local_search.board import copy
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -63,7 +64,14 @@ class _Chain(NamedTuple):
 
     ``values`` are the cost and the objective of the best, both in ms. ``path[:num_on_path[0]]`` are
     device and place of the actions of a longest path. ``at`` has by pass its place in its program.
+    ``by_span``: whether the span counts, else the makespan.
     """
+
+    times: TimeArrays
+    memory: MemoryArrays
+    work: SimulationScratch
+    modes: Ints
+    by_span: bool
 
     rows: Ints
     lengths: Ints
@@ -74,14 +82,6 @@ class _Chain(NamedTuple):
     path: Ints
     num_on_path: Ints
     at: Ints
-
-
-class _Rules(NamedTuple):
-    """The limits of a step: bytes by device that programs may hold, and which end counts."""
-
-    room: Ints
-    modes: Ints
-    by_span: int
 
 
 def pairing_can_improve(problem: Problem) -> bool:
@@ -121,21 +121,21 @@ def _cool(
     """Cool once from a start, offer what is better, and return the steps made."""
     problem, rows = compiled.problem, compiled.encode(start)
     times = compiled.times._replace(duration=compiled.durations(rows))
-    work = simulate.workspace_for(times, rows.lengths.size)
-    room = [
-        device.usable_bytes - problem.static_bytes_of(d) for d, device in enumerate(problem.devices)
-    ]
-    rules = _Rules(np.array(room), rows.modes, int(problem.objective == "span"))
     chain = _Chain(
-        rows.actions,
-        rows.lengths,
-        rows.actions.copy(),
-        rows.lengths.copy(),
-        np.zeros(rows.actions.shape[1], dtype=np.int64),
-        np.array([inf, inf]),
-        np.zeros((rows.actions.size, 2), dtype=np.int64),
-        np.zeros(1, dtype=np.int64),
-        np.zeros(2 * times.num_cells, dtype=np.int64),
+        times=times,
+        memory=compiled.memory,
+        work=simulate.workspace_for(times, rows.lengths.size),
+        modes=rows.modes,
+        by_span=problem.objective == "span",
+        rows=rows.actions,
+        lengths=rows.lengths,
+        best_rows=rows.actions.copy(),
+        best_lengths=rows.lengths.copy(),
+        saved=np.zeros(rows.actions.shape[1], dtype=np.int64),
+        values=np.array([inf, inf]),
+        path=np.zeros((rows.actions.size, 2), dtype=np.int64),
+        num_on_path=np.zeros(1, dtype=np.int64),
+        at=np.zeros(2 * times.num_cells, dtype=np.int64),
     )
     mean_ms = float(np.mean([stage.busy_ms / 2 for stage in problem.stages])) or 1.0
     total = min(_MOST_STEPS, _PER_ACTION * int(rows.lengths.sum()))
@@ -143,10 +143,12 @@ def _cool(
     while done < total and done < most and not (stop.is_told() or stop.left_s() <= 0):
         steps = int(min(_SLICE, total - done, most - done))
         anneal_pairs(
-            chain, times, compiled.memory, rules, work, draw,
+            chain,
+            draw,
             hot * mean_ms * (_COLD / hot) ** (done / total),
-            hot * mean_ms * (_COLD / hot) ** ((done + steps) / total), steps,
-        )  # fmt: skip
+            hot * mean_ms * (_COLD / hot) ** ((done + steps) / total),
+            steps,
+        )
         done += steps
     if chain.values[1] < best.objective_ms:
         found = rows._replace(actions=chain.best_rows, lengths=chain.best_lengths)
@@ -159,22 +161,12 @@ def _cool(
 
 
 @lean
-def anneal_pairs(
-    chain: _Chain,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    rules: _Rules,
-    work: SimulationScratch,
-    draw: Draw,
-    hot: float,
-    cold: float,
-    steps: int,
-) -> None:
+def anneal_pairs(chain: _Chain, draw: Draw, hot: float, cold: float, steps: int) -> None:
     """Make so many steps, temperatures in ms falling from ``hot`` to ``cold``."""
-    rows, lengths = chain.rows, chain.lengths
+    rows, lengths, times, limit = chain.rows, chain.lengths, chain.times, chain.memory.limit
     if chain.values[0] == np.inf:
-        _measure(chain, times, rules, work)
-        _find_path(chain, times, work)
+        _measure(chain)
+        _find_path(chain)
     factor = (cold / hot) ** (1.0 / steps)
     warm = hot
     for _ in range(steps):
@@ -189,48 +181,43 @@ def anneal_pairs(
         count = lengths[device]
         if place < 0:
             place = below(draw, count)
-        _copy(rows[device], chain.saved, count)
+        copy(chain.saved, rows[device], count)
         if not _step(rows[device], lengths, device, place, times, draw):
-            _copy(chain.saved, rows[device], count)
+            copy(rows[device], chain.saved, count)
             lengths[device] = count
             continue
-        if _peak(rows[device], lengths[device], times, memory, rules.modes) <= rules.room[device]:
+        if _peak(chain, device) <= limit[device]:
             before = chain.values[0]
             chance = before - warm * np.log(1.0 - unit(draw))
-            cost = _measure(chain, times, rules, work)
+            cost = _measure(chain)
             if cost <= chance:
-                _find_path(chain, times, work)
+                _find_path(chain)
                 continue
             chain.values[0] = before
-        _copy(chain.saved, rows[device], count)
+        copy(rows[device], chain.saved, count)
         lengths[device] = count
 
 
 @lean
-def _copy(source: Ints, target: Ints, count: int) -> None:
-    for at in range(count):
-        target[at] = source[at]
-
-
-@lean
-def _measure(chain: _Chain, times: TimeArrays, rules: _Rules, work: SimulationScratch) -> float:
+def _measure(chain: _Chain) -> float:
     """Return the cost of the programs in ms, inf where stuck; keep them if they are the best."""
-    makespan, span, mean = simulate.length(chain.rows, chain.lengths, times, work)
-    objective = span if rules.by_span else makespan
+    makespan, span, mean = simulate.length(chain.rows, chain.lengths, chain.times, chain.work)
+    objective = span if chain.by_span else makespan
     cost = objective + _END_WEIGHT * mean
     chain.values[0] = cost
     if objective < chain.values[1] - 1e-9:
         chain.values[1] = objective
         for device in range(chain.lengths.size):
-            _copy(chain.rows[device], chain.best_rows[device], chain.lengths[device])
+            copy(chain.best_rows[device], chain.rows[device], chain.lengths[device])
             chain.best_lengths[device] = chain.lengths[device]
     return cost
 
 
 @lean
-def _find_path(chain: _Chain, times: TimeArrays, work: SimulationScratch) -> None:
+def _find_path(chain: _Chain) -> None:
     """Write down a longest path of the programs that were measured last, from its end back."""
-    rows, lengths, cells = chain.rows, chain.lengths, times.num_cells
+    rows, lengths, times, work = chain.rows, chain.lengths, chain.times, chain.work
+    cells = times.num_cells
     device = 0
     for other in range(lengths.size):
         for place in range(lengths[other]):
@@ -257,22 +244,14 @@ def _find_path(chain: _Chain, times: TimeArrays, work: SimulationScratch) -> Non
             chain.path[count, 0], chain.path[count, 1] = device, at
             count += 1
         now -= length
-        device, place = _before(device, first, place, now, chain, times, work)
+        device, place = _before(device, first, place, now, chain)
     chain.num_on_path[0] = count
 
 
 @lean
-def _before(
-    device: int,
-    first: int,
-    place: int,
-    now: float,
-    chain: _Chain,
-    times: TimeArrays,
-    work: SimulationScratch,
-) -> tuple[int, int]:
+def _before(device: int, first: int, place: int, now: float, chain: _Chain) -> tuple[int, int]:
     """Return device and place of whose end the actions from ``first`` to ``place`` waited for."""
-    cells, m = times.num_cells, times.num_microbatches
+    times, cells, m = chain.times, chain.times.num_cells, chain.times.num_microbatches
     for at in range(first, place + 1):
         code = chain.rows[device, at]
         kind, cell = code // cells, code % cells
@@ -281,7 +260,7 @@ def _before(
         if kind not in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
             continue
         source, transit = simulate.input_of(kind, cell, cell // m, times)
-        if source >= 0 and work.end[source] + transit >= now - 1e-6:
+        if source >= 0 and chain.work.end[source] + transit >= now - 1e-6:
             other = times.device_of[source % cells // m]
             if other != device or transit > 0.0:
                 return other, chain.at[source]
@@ -454,13 +433,14 @@ def _split_or_fuse(
 
 
 @lean
-def _peak(row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, modes: Ints) -> int:
+def _peak(chain: _Chain, device: int) -> int:
     """Return the most bytes that a program holds above what is static."""
+    times, memory, row = chain.times, chain.memory, chain.rows[device]
     cells, m = times.num_cells, times.num_microbatches
     held_bytes, peak, above = 0, 0, 0
-    for at in range(count):
+    for at in range(chain.lengths[device]):
         kind, cell = row[at] // cells, row[at] % cells
-        mode = modes[cell]
+        mode = chain.modes[cell]
         added = memory.adds[kind, cell // m, mode]
         rises = memory.rises[kind, cell // m, mode]
         most = held_bytes + rises + (above if kind >= PAIRED_INPUT else 0)

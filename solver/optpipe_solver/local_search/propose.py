@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from optpipe_solver.arrays.simulate import FULL_BACKWARD, OFFLOAD, RELOAD
 from optpipe_solver.feasibility import fusing_may_pay
 from optpipe_solver.jit import below, lean, unit
 from optpipe_solver.local_search import moves
+from optpipe_solver.local_search.board import MoveShares, SearchRules
 from optpipe_solver.local_search.times import can_propagate
 
 if TYPE_CHECKING:
@@ -19,11 +20,9 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays.encoding import CompiledProblem, Rows
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
     from optpipe_solver.jit import Draw
-    from optpipe_solver.local_search.board import Board, Undo
+    from optpipe_solver.local_search.board import Table
 
 __all__ = [
-    "MoveShares",
-    "SearchRules",
     "everywhere",
     "least_tails",
     "propose",
@@ -33,49 +32,6 @@ __all__ = [
 
 
 # --- What a search may do and how it judges, fixed for one problem.
-
-
-class MoveShares(NamedTuple):
-    """Shares of the kinds of moves, each a share of all.
-
-    ``on_path``: any move around a longest path. ``relabels``: two different micro-batches swap
-    places on all devices, where their order is a choice. ``modes``: the mode of an activation
-    changes. ``waves``: many modes change, or many passes move; in long batches that costs as much
-    as hundreds of other moves. ``backwards``: whole backwards move or are swapped. The rest moves
-    single actions, or some of them.
-    """
-
-    on_path: float = 0.5
-    relabels: float = 0.15
-    modes: float = 0.12
-    waves: float = 0.03
-    backwards: float = 0.10
-
-
-class SearchRules(NamedTuple):
-    """Facts of a problem that decide how its search works.
-
-    ``incremental``: times are kept up to date move by move (see `times.can_propagate`), else
-    simulated from the start. ``fused``: stages whose fused backward may save time or bytes.
-    ``tails``: see `least_tails`. ``mean_pass_ms``: the mean duration of F, I and W over all stages;
-    1 where all are 0. ``offloads``: devices with a stage that can be offloaded. ``relabels``:
-    whether the order of micro-batches is a choice. ``in_turn``: whether some must keep a turn. Then
-    ``turns`` has four rows by micro-batch, -1 for none. Rows 0 and 1 are its neighbours with the F
-    before and after its own. Rows 2 and 3 are those with the backward after and before.
-    """
-
-    by_span: bool
-    incremental: bool
-    has_sync: bool
-    hosts_limited: bool
-    fused: Flags
-    tails: Floats
-    mean_pass_ms: float
-    offloads: Flags
-    relabels: bool
-    in_turn: bool
-    turns: Ints
-    shares: MoveShares
 
 
 def rules_of(compiled: CompiledProblem) -> SearchRules:
@@ -152,9 +108,6 @@ def _backward_ms(problem: Problem, tails: Floats, s: int) -> float:
     return min(split, stage.fused_backward_ms + float(tails[simulate.FULL_BACKWARD, s]))
 
 
-# ruff: noqa: PLR0917 - compiled code takes its arguments by position
-
-
 _TWICE = 0.1
 """Share of proposals that make two moves together: some improvements need both."""
 
@@ -178,48 +131,31 @@ _UNLIKE = 4
 
 
 @lean
-def propose(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    rules: SearchRules,
-    path: Ints,
-    path_size: int,
-    focus: Ints,
-    draw: Draw,
-) -> bool:
+def propose(table: Table, path_size: int, draw: Draw) -> bool:
     """Change the board by a random move; return whether it may be worth timing.
 
     ``focus`` has, by device, the first place to move from and the one after the last.
     """
     changed = False
     for _ in range(_TRIES):
-        code = _somewhere(board, times, path, path_size, focus, rules.shares.on_path, draw)
-        changed = code >= 0 and _move(board, undo, times, memory, rules, code, draw)
-        if changed or undo.sizes[0] > 0:
+        code = _somewhere(table, path_size, draw)
+        changed = code >= 0 and _move(table, code, draw)
+        if changed or table.undo.sizes[0] > 0:
             break
     if not changed:
         return False
     if unit(draw) < _TWICE:
-        code = _somewhere(board, times, path, path_size, focus, rules.shares.on_path, draw)
-        return code >= 0 and _move(board, undo, times, memory, rules, code, draw)
+        code = _somewhere(table, path_size, draw)
+        return code >= 0 and _move(table, code, draw)
     return True
 
 
 @lean
-def _somewhere(
-    board: Board,
-    times: TimeArrays,
-    path: Ints,
-    path_size: int,
-    focus: Ints,
-    on_path: float,
-    draw: Draw,
-) -> int:
+def _somewhere(table: Table, path_size: int, draw: Draw) -> int:
     """Return an action to move, -1 where the choice is void."""
-    if path_size > 0 and unit(draw) < on_path:
-        code = path[below(draw, path_size)]
+    board, times, focus = table.board, table.times, table.focus
+    if path_size > 0 and unit(draw) < table.rules.shares.on_path:
+        code = table.path[below(draw, path_size)]
         device = times.device_of[code % times.num_cells // times.num_microbatches]
         return code if focus[device, 0] <= board.at[code] < focus[device, 1] else -1
     device = below(draw, board.counts.size)
@@ -230,89 +166,78 @@ def _somewhere(
 
 
 @lean
-def _move(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    rules: SearchRules,
-    code: int,
-    draw: Draw,
-) -> bool:
+def _move(table: Table, code: int, draw: Draw) -> bool:
     """Make a random move of or around an action."""
+    times, rules = table.times, table.rules
     cell = code % times.num_cells
     device = times.device_of[cell // times.num_microbatches]
     if OFFLOAD <= code // times.num_cells <= RELOAD and unit(draw) < _PASSES:
         code = cell + times.num_cells * below(draw, FULL_BACKWARD)
-        if board.at[code] < 0:
+        if table.board.at[code] < 0:
             return False
     shares = rules.shares
     if rules.relabels and unit(draw) < shares.relabels:
-        return _relabel(board, undo, times, memory, cell, draw)
+        return _relabel(table, cell, draw)
     choice = unit(draw)
     if choice < shares.modes:
-        if _can_choose(memory, rules, times, board, cell):
-            return _choose_mode(board, undo, times, memory, rules, device, cell, draw)
+        if _can_choose(table, cell):
+            return _choose_mode(table, device, cell, draw)
     elif choice < shares.modes + shares.waves:
         if times.num_microbatches > 2:
-            return _make_wave(board, undo, times, memory, code, draw)
+            return _make_wave(table, code, draw)
     elif choice < shares.modes + shares.waves + shares.backwards:
-        return _move_backwards(board, undo, times, device, cell, draw)
-    return _move_in_order(board, undo, times, device, code, draw)
+        return _move_backwards(table, device, cell, draw)
+    return _move_in_order(table, device, code, draw)
 
 
 @lean
-def _relabel(
-    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, draw: Draw
-) -> bool:
+def _relabel(table: Table, cell: int, draw: Draw) -> bool:
     """Swap the micro-batch of a cell and one of another cost everywhere."""
+    times = table.times
     m = times.num_microbatches
     one = cell % m
     for _ in range(_UNLIKE):
         other = below(draw, m)
         if times.row[one] != times.row[other]:
-            return moves.relabel(board, undo, times, memory, one, other)
+            return moves.relabel(table, one, other)
     return False
 
 
 @lean
-def _move_in_order(
-    board: Board, undo: Undo, times: TimeArrays, device: int, code: int, draw: Draw
-) -> bool:
+def _move_in_order(table: Table, device: int, code: int, draw: Draw) -> bool:
     """Move an action, or some of them, within programs."""
-    cells, place = times.num_cells, board.at[code]
+    times = table.times
+    cells, place = times.num_cells, table.board.at[code]
     choice = unit(draw)
     if choice < 0.05 and code // cells <= FULL_BACKWARD:
         step = 1 if unit(draw) < 0.5 else -1
         most = 2 + below(draw, times.num_stages)
-        return moves.ripple(board, undo, times, code, step, most, _signed(draw, 7))
+        return moves.ripple(table, code, step, most, _signed(draw, 7))
     if choice < 0.10:
-        return moves.fill_idle(board, undo, cells, device, place, 2 * _FAR)
+        return moves.fill_idle(table, device, place, 2 * _FAR)
     if choice < 0.22:
         width = 2 + below(draw, 4)
-        return moves.shift_block(board, undo, cells, device, place, width, _signed(draw, _FAR))
+        return moves.shift_block(table, device, place, width, _signed(draw, _FAR))
     if choice < _REVERSALS:
         width, in_turn = 2 + moves.some_distance(draw, 14), unit(draw) < 0.5
-        return moves.reverse(board, undo, times, device, place, width, in_turn)
+        return moves.reverse(table, device, place, width, in_turn)
     if choice < 0.30:
-        return moves.swap(board, undo, cells, device, place, moves.some_distance(draw, 15))
-    return moves.shift(board, undo, cells, device, place, _signed(draw, _FAR))
+        return moves.swap(table, device, place, moves.some_distance(draw, 15))
+    return moves.shift(table, device, place, _signed(draw, _FAR))
 
 
 @lean
-def _move_backwards(
-    board: Board, undo: Undo, times: TimeArrays, device: int, cell: int, draw: Draw
-) -> bool:
+def _move_backwards(table: Table, device: int, cell: int, draw: Draw) -> bool:
     """Move a cell's whole backward earlier or later, or swap it with another."""
-    cells, m = times.num_cells, times.num_microbatches
+    m = table.times.num_microbatches
     if unit(draw) < 0.5:
         sign = 1 if unit(draw) < 0.6 else -1
-        distance = sign * moves.some_distance(draw, board.counts[device])
-        return moves.park(board, undo, cells, device, cell, distance, below(draw, 8))
+        distance = sign * moves.some_distance(draw, table.board.counts[device])
+        return moves.park(table, device, cell, distance, below(draw, 8))
     other = cell + _signed(draw, m)
     if other < 0 or other // m != cell // m:
         return False
-    return moves.trade_backwards(board, undo, cells, device, cell, other)
+    return moves.trade_backwards(table, device, cell, other)
 
 
 @lean
@@ -322,13 +247,12 @@ def _signed(draw: Draw, most: int) -> int:
 
 
 @lean
-def _can_choose(
-    memory: MemoryArrays, rules: SearchRules, times: TimeArrays, board: Board, cell: int
-) -> bool:
+def _can_choose(table: Table, cell: int) -> bool:
     """Whether anything but keeping the activation and a split backward is possible."""
+    times = table.times
     stage = cell // times.num_microbatches
-    fused = rules.fused[stage] or board.at[FULL_BACKWARD * times.num_cells + cell] >= 0
-    return _has_choice(memory, times.row[cell]) or fused
+    fused = table.rules.fused[stage] or table.board.at[FULL_BACKWARD * times.num_cells + cell] >= 0
+    return _has_choice(table.memory, times.row[cell]) or fused
 
 
 @lean
@@ -341,37 +265,29 @@ def _has_choice(memory: MemoryArrays, stage: int) -> bool:
 
 
 @lean
-def _choose_mode(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    rules: SearchRules,
-    device: int,
-    cell: int,
-    draw: Draw,
-) -> bool:
+def _choose_mode(table: Table, device: int, cell: int, draw: Draw) -> bool:
     """Change how a cell's activation is kept, or whether its backward is fused."""
+    board, times, memory = table.board, table.times, table.memory
     cells, m = times.num_cells, times.num_microbatches
     stage = times.row[cell]
-    fused = rules.fused[cell // m] or board.at[FULL_BACKWARD * cells + cell] >= 0
+    fused = table.rules.fused[cell // m] or board.at[FULL_BACKWARD * cells + cell] >= 0
     may = _has_choice(memory, stage)
     if fused and (not may or unit(draw) < 0.2):
         late = moves.some_distance(draw, 15)
-        return moves.toggle_fused(board, undo, cells, device, cell, late)
+        return moves.toggle_fused(table, device, cell, late)
     if unit(draw) < 0.4:
         other = board.actions[device, below(draw, board.counts[device])] % cells
         mode, wanted = board.mode[cell], board.mode[other]
         if not (_may_take(memory, stage, wanted) and _may_take(memory, times.row[other], mode)):
             return False
-        return moves.exchange(board, undo, times, memory, cell, other)
-    mode = _some_mode(board, times, memory, cell, draw)
+        return moves.exchange(table, cell, other)
+    mode = _some_mode(table, cell, draw)
     early = moves.some_distance(draw, 31) - 1
     late = moves.some_distance(draw, 31 if unit(draw) < 0.5 else 3) - 1
     if memory.uniform[stage] and mode != board.mode[cell]:
         first = _first_alike(times, cell)
-        return moves.mode_wave(board, undo, times, memory, first, m, 1, mode, early, late)
-    return moves.place_mode(board, undo, times, memory, cell, mode, early, late)
+        return moves.mode_wave(table, first, m, 1, mode, early, late)
+    return moves.place_mode(table, cell, mode, early, late)
 
 
 @lean
@@ -390,12 +306,13 @@ def _first_alike(times: TimeArrays, cell: int) -> int:
 
 
 @lean
-def _some_mode(board: Board, times: TimeArrays, memory: MemoryArrays, cell: int, draw: Draw) -> int:
+def _some_mode(table: Table, cell: int, draw: Draw) -> int:
     """Return a mode the cell may have, a third as often the one it has; its stage must have two.
 
     For menus larger than v1's, half of the choices copy another micro-batch of the stage. Most
     modes of a large menu are of no use to a stage; the modes in use show which are.
     """
+    board, times, memory = table.board, table.times, table.memory
     stage, known, m = times.row[cell], board.mode[cell], times.num_microbatches
     count = memory.num_modes[stage]
     if count > _V1_MODES and unit(draw) < _IMITATED:
@@ -412,25 +329,24 @@ def _some_mode(board: Board, times: TimeArrays, memory: MemoryArrays, cell: int,
 
 
 @lean
-def _make_wave(
-    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, code: int, draw: Draw
-) -> bool:
+def _make_wave(table: Table, code: int, draw: Draw) -> bool:
     """Change many micro-batches alike."""
+    times, memory = table.times, table.memory
     cells, m = times.num_cells, times.num_microbatches
     cell = code % cells
     stage = times.row[cell]
     count = 1 + moves.some_distance(draw, m - 1)
     if unit(draw) < 0.2 and _has_choice(memory, stage):
-        mode = _some_mode(board, times, memory, cell, draw)
+        mode = _some_mode(table, cell, draw)
         early = moves.some_distance(draw, 31) - 1
         late = moves.some_distance(draw, 31) - 1
         stride = 1 + below(draw, 3)
-        if memory.uniform[stage] and mode != board.mode[cell]:
+        if memory.uniform[stage] and mode != table.board.mode[cell]:
             cell, count, stride = _first_alike(times, cell), m, 1
-        return moves.mode_wave(board, undo, times, memory, cell, count, stride, mode, early, late)
+        return moves.mode_wave(table, cell, count, stride, mode, early, late)
     most = 1 if unit(draw) < 0.5 else 1 + below(draw, times.num_stages)
     width = 1 if unit(draw) < 0.6 else 2 + below(draw, 2)
-    return moves.wave(board, undo, times, code, count, most, width, _signed(draw, 7))
+    return moves.wave(table, code, count, most, width, _signed(draw, 7))
 
 
 # --- Where a cooling makes its moves: everywhere, or in a stretch of time on all devices.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
     from optpipe_solver.jit import Draw
-    from optpipe_solver.local_search.board import Board, Undo
+    from optpipe_solver.local_search.board import Board, Table, Undo
 
 __all__ = [
     "Stretch",
@@ -192,10 +192,9 @@ _LEEWAY = 10
 
 
 @lean
-def overflow(
-    board: Board, times: TimeArrays, memory: MemoryArrays, device: int, low: int, high: int
-) -> int:
+def overflow(table: Table, device: int, low: int, high: int) -> int:
     """Return the first of places low .. high - 1 whose action exceeds the limit, -1 for none."""
+    board, times, memory = table.board, table.times, table.memory
     row = board.actions[device]
     held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
     limit = memory.limit[device]
@@ -210,89 +209,77 @@ def overflow(
 
 
 @lean
-def commit(
-    board: Board, times: TimeArrays, memory: MemoryArrays, device: int, low: int, high: int
-) -> None:
+def commit(table: Table, device: int, low: int, high: int) -> None:
     """Record the bytes held after the changed places."""
+    board, times = table.board, table.times
     row = board.actions[device]
     held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
     for place in range(low, high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
-        held_bytes += memory.adds[kind, times.row[cell], board.mode[cell]]
+        held_bytes += table.memory.adds[kind, times.row[cell], board.mode[cell]]
         board.held_bytes[row[place]] = held_bytes
 
 
 @lean
-def make_room(
-    board: Board,
-    undo: Undo,
-    times: TimeArrays,
-    memory: MemoryArrays,
-    device: int,
-    draw: Draw,
-) -> bool:
+def make_room(table: Table, device: int, draw: Draw) -> bool:
     """Whether a changed program fits, after a few repairs if need be.
 
     A repair brings the next RELEASE or W forward to where memory runs out, or delays the last
     RELOAD before that place until after it.
     """
+    undo = table.undo
     for _ in range(_REPAIRS):
-        at = overflow(board, times, memory, device, undo.low[device], undo.high[device])
+        at = overflow(table, device, undo.low[device], undo.high[device])
         if at < 0:
             return True
-        if not _repair(board, undo, times, device, at, draw):
+        first, repaired = below(draw, 3), False
+        for turn in range(3):
+            choice = (first + turn) % 3
+            if choice == 2:
+                repaired = _put_off(table, device, at)
+            else:
+                kind = RELEASE if choice == 0 else BACKWARD_WEIGHT
+                repaired = _bring_forward(table, device, at, kind)
+            if repaired:
+                break
+        if not repaired:
             return False
-    return overflow(board, times, memory, device, undo.low[device], undo.high[device]) < 0
+    return overflow(table, device, undo.low[device], undo.high[device]) < 0
 
 
 @lean
-def _repair(board: Board, undo: Undo, times: TimeArrays, device: int, at: int, draw: Draw) -> bool:
-    first = below(draw, 3)
-    for turn in range(3):
-        choice = (first + turn) % 3
-        if choice == 0 and _bring_forward(board, undo, times, device, at, RELEASE):
-            return True
-        if choice == 1 and _bring_forward(board, undo, times, device, at, BACKWARD_WEIGHT):
-            return True
-        if choice == 2 and _put_off(board, undo, times, device, at):
-            return True
-    return False
-
-
-@lean
-def _bring_forward(
-    board: Board, undo: Undo, times: TimeArrays, device: int, at: int, kind: int
-) -> bool:
-    row, cells = board.actions[device], times.num_cells
+def _bring_forward(table: Table, device: int, at: int, kind: int) -> bool:
+    board = table.board
+    row, cells = board.actions[device], table.times.num_cells
     for place in range(at + 1, min(board.counts[device], at + 1 + _REACH)):
         if row[place] // cells == kind and floor(board, cells, row[place]) <= at:
-            slide(board, undo, device, place, at)
+            slide(board, table.undo, device, place, at)
             return True
     return False
 
 
 @lean
-def _put_off(board: Board, undo: Undo, times: TimeArrays, device: int, at: int) -> bool:
-    row, cells = board.actions[device], times.num_cells
+def _put_off(table: Table, device: int, at: int) -> bool:
+    board = table.board
+    row, cells = board.actions[device], table.times.num_cells
     for place in range(at - 1, max(-1, at - 1 - _REACH), -1):
         if row[place] // cells == RELOAD and (
             ceiling(board, cells, row[place], board.counts[device]) >= at
         ):
-            slide(board, undo, device, place, at)
+            slide(board, table.undo, device, place, at)
             return True
     return False
 
 
 @lean
-def offload_farthest(
-    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, device: int, at: int
-) -> bool:
+def offload_farthest(table: Table, device: int, at: int) -> bool:
     """Offload the cell with the farthest backward of those kept at a place; return whether one is.
 
     A cache of known requests drops that one (Belady 1966). A cell whose forward is near cannot
     leave in time. It counts as if its backward were three times as far as its forward.
     """
+    board, times, memory = table.board, table.times, table.memory
     cells, row = times.num_cells, board.actions[device]
     chosen, farthest = -1, 0
     for place in range(at + 1):
@@ -307,7 +294,7 @@ def offload_farthest(
     early = min(_LEEWAY, at - board.at[chosen] - 1)
     late = min(_LEEWAY, backward_of(board, cells, chosen) - at - 2)
     mode = _offloaded(memory, times.row[chosen])
-    return place_mode(board, undo, times, memory, chosen, mode, max(0, early), max(0, late))
+    return place_mode(table, chosen, mode, max(0, early), max(0, late))
 
 
 @lean
@@ -321,10 +308,11 @@ def _offloaded(memory: MemoryArrays, stage: int) -> int:
 
 
 @lean
-def hosts_fit(board: Board, times: TimeArrays, memory: MemoryArrays, device: int) -> bool:
+def hosts_fit(table: Table, device: int) -> bool:
     """Whether the device's host still holds what its devices send there; keeps ``hosts``."""
+    board, memory = table.board, table.memory
     board.hosts[device] = simulate.host_peak(
-        board.actions[device], board.counts[device], times, memory, board.mode, board.away
+        board.actions[device], board.counts[device], table.times, memory, board.mode, board.away
     )
     host = memory.host_of[device]
     host_bytes = 0

@@ -34,9 +34,9 @@ from optpipe_solver.jit import lean
 from optpipe_solver.local_search.board import backward_of, consumer_of
 
 if TYPE_CHECKING:
-    from optpipe_solver.arrays import Floats, Ints
-    from optpipe_solver.arrays.simulate import SimulationScratch, TimeArrays
-    from optpipe_solver.local_search.board import Agenda, Board, Undo
+    from optpipe_solver.arrays import Ints
+    from optpipe_solver.arrays.simulate import TimeArrays
+    from optpipe_solver.local_search.board import Agenda, Board, Table
 
 __all__ = [
     "can_propagate",
@@ -107,15 +107,7 @@ def list_device(agenda: Agenda, device: int, place: int, time: float) -> None:
 
 
 @lean
-def propagate(
-    board: Board,
-    undo: Undo,
-    agenda: Agenda,
-    times: TimeArrays,
-    tails: Floats,
-    cutoff: float,
-    budget: int,
-) -> int:
+def propagate(table: Table, cutoff: float, budget: int) -> int:
     """Bring all times up to date after a move; return the actions recomputed.
 
     Returns a negative number if the move is refused. Then the makespan would exceed ``cutoff`` ms,
@@ -123,13 +115,17 @@ def propagate(
     spent. The log then holds what `roll_back` needs. ``tails`` is the minimum time after an
     action's end by kind and stage.
     """
+    agenda = table.agenda
     done = 0
     while agenda.size[0] > 0:
         device, horizon = _take(agenda)
-        looked = _sweep(board, undo, agenda, times, tails, device, horizon, cutoff)
+        looked = _sweep(table, device, horizon, cutoff)
         done += abs(looked)
         if looked < 0 or done > budget:
-            _clear(agenda)
+            for i in range(agenda.size[0]):
+                agenda.place[agenda.active[i]] = -1
+            agenda.size[0] = 0
+            agenda.until[:] = -1
             return -done - 1
     return done
 
@@ -152,30 +148,12 @@ def _take(agenda: Agenda) -> tuple[int, float]:
 
 
 @lean
-def _clear(agenda: Agenda) -> None:
-    for i in range(agenda.size[0]):
-        device = agenda.active[i]
-        agenda.place[device] = -1
-    agenda.size[0] = 0
-    for device in range(agenda.until.size):
-        agenda.until[device] = -1
-
-
-@lean
-def _sweep(
-    board: Board,
-    undo: Undo,
-    agenda: Agenda,
-    times: TimeArrays,
-    tails: Floats,
-    device: int,
-    horizon: float,
-    cutoff: float,
-) -> int:
+def _sweep(table: Table, device: int, horizon: float, cutoff: float) -> int:
     """Run along a device until nothing changes any more, or another device comes first.
 
     Returns the number of actions recomputed, negative where refused.
     """
+    board, undo, agenda, times = table.board, table.undo, table.agenda, table.times
     cells, m = times.num_cells, times.num_microbatches
     row, count = board.actions[device], board.counts[device]
     begun = place = agenda.place[device]
@@ -195,7 +173,7 @@ def _sweep(
         stage = cell // m
         start, done, clock, out, back = _run(board, times, kind, cell, clock, out, back)
         late = place >= moved and start + board.tail[code] > cutoff
-        if late or done + tails[kind, stage] > cutoff:
+        if late or done + table.rules.tails[kind, stage] > cutoff:
             return begun - place - 1
         if place == 0:
             board.first[device] = start
@@ -203,10 +181,21 @@ def _sweep(
         done, following = _sent(board, times, row, place, count, slot, done, place < moved)
         until = max(until, following)
         moves_on = done != board.end[slot]
-        if moves_on or _differs(board, code, clock, out, back):
-            _write(board, undo, code, slot, clock, out, back, done)
+        lanes_differ = (
+            clock != board.clock[code] or out != board.out[code] or back != board.back[code]
+        )
+        if moves_on or lanes_differ:
+            size = undo.sizes[1]
+            undo.codes[size] = code
+            undo.values[size, 0] = board.clock[code]
+            undo.values[size, 1] = board.out[code]
+            undo.values[size, 2] = board.back[code]
+            undo.values[size, 3] = board.end[slot]
+            undo.sizes[1] = size + 1
+            board.clock[code], board.out[code], board.back[code] = clock, out, back
+            board.end[slot] = done
             if moves_on:
-                waiting = _tell(board, agenda, times, kind, cell, stage, device, done)
+                waiting = _tell(table, kind, cell, stage, device, done)
                 if 0 <= waiting <= place:
                     return begun - place - 1
                 until = max(until, waiting)
@@ -273,84 +262,34 @@ def _run(
     board: Board, times: TimeArrays, kind: int, cell: int, clock: float, out: float, back: float
 ) -> tuple[float, float, float, float, float]:
     """Return an action's start and end, and when the three lanes become free after it."""
-    length = times.duration[kind * times.num_cells + cell]
+    cells, m = times.num_cells, times.num_microbatches
+    stage, length, start = cell // m, times.duration[kind * cells + cell], clock
     if kind == OFFLOAD:
         out = max(clock, out) + length
         return clock, out, clock, out, back
     if kind == RELOAD:
         back = max(clock, back) + length
         return clock, back, clock, out, back
-    start = _start(board, times, kind, cell, cell // times.num_microbatches, clock)
+    if kind == FORWARD:
+        if stage > 0:
+            start = max(clock, board.end[cell - m] + times.there[times.row[cell - m]])
+    elif kind == RELEASE:
+        start = max(clock, board.end[OFFLOAD * cells + cell])
+    elif kind != BACKWARD_WEIGHT:
+        if kind != RECOMPUTE:
+            if stage == times.num_stages - 1:
+                start = max(clock, board.end[cell])
+            else:
+                start = max(clock, board.end[cells + cell + m] + times.back[times.row[cell]])
+        if board.at[RELOAD * cells + cell] >= 0:
+            start = max(start, board.end[RELOAD * cells + cell])
     return start, start + length, start + length, out, back
 
 
 @lean
-def _differs(board: Board, code: int, clock: float, out: float, back: float) -> bool:
-    return clock != board.clock[code] or out != board.out[code] or back != board.back[code]
-
-
-@lean
-def _start(
-    board: Board, times: TimeArrays, kind: int, cell: int, stage: int, clock: float
-) -> float:
-    """Return when an action of the compute lane starts, given when the lane is free."""
-    cells, m = times.num_cells, times.num_microbatches
-    if kind == FORWARD:
-        if stage == 0:
-            return clock
-        return max(clock, board.end[cell - m] + times.there[times.row[cell - m]])
-    if kind == RELEASE:
-        return max(clock, board.end[OFFLOAD * cells + cell])
-    if kind == BACKWARD_WEIGHT:
-        return clock
-    if kind == RECOMPUTE:
-        start = clock
-    elif stage == times.num_stages - 1:
-        start = max(clock, board.end[cell])
-    else:
-        start = max(clock, board.end[cells + cell + m] + times.back[times.row[cell]])
-    if board.at[RELOAD * cells + cell] >= 0:
-        start = max(start, board.end[RELOAD * cells + cell])
-    return start
-
-
-@lean
-def _write(
-    board: Board,
-    undo: Undo,
-    code: int,
-    slot: int,
-    clock: float,
-    out: float,
-    back: float,
-    done: float,
-) -> None:
-    """Write an action's new times and log the old ones."""
-    size = undo.sizes[1]
-    undo.codes[size] = code
-    undo.values[size, 0] = board.clock[code]
-    undo.values[size, 1] = board.out[code]
-    undo.values[size, 2] = board.back[code]
-    undo.values[size, 3] = board.end[slot]
-    undo.sizes[1] = size + 1
-    board.clock[code] = clock
-    board.out[code] = out
-    board.back[code] = back
-    board.end[slot] = done
-
-
-@lean
-def _tell(
-    board: Board,
-    agenda: Agenda,
-    times: TimeArrays,
-    kind: int,
-    cell: int,
-    stage: int,
-    device: int,
-    done: float,
-) -> int:
+def _tell(table: Table, kind: int, cell: int, stage: int, device: int, done: float) -> int:
     """List the device that waits for this end; return the place, where it is the same device."""
+    board, times = table.board, table.times
     cells, m = times.num_cells, times.num_microbatches
     if kind == FORWARD:
         if stage == times.num_stages - 1:
@@ -368,13 +307,14 @@ def _tell(
         return -1
     if other == device:
         return place
-    list_device(agenda, other, place, done)
+    list_device(table.agenda, other, place, done)
     return -1
 
 
 @lean
-def roll_back(board: Board, undo: Undo, cells: int) -> None:
+def roll_back(table: Table) -> None:
     """Restore the times that the log holds, newest first."""
+    board, undo, cells = table.board, table.undo, table.times.num_cells
     for entry in range(undo.sizes[1] - 1, -1, -1):
         code = undo.codes[entry]
         kind = code // cells
@@ -387,8 +327,9 @@ def roll_back(board: Board, undo: Undo, cells: int) -> None:
 
 
 @lean
-def last_end(board: Board, agenda: Agenda, times: TimeArrays, device: int) -> float:
+def last_end(table: Table, device: int) -> float:
     """Return a device's last end with its gradient reductions, in ms."""
+    board, agenda, times = table.board, table.agenda, table.times
     cells, m = times.num_cells, times.num_microbatches
     row, count = board.actions[device], board.counts[device]
     if count == 0:
@@ -420,16 +361,17 @@ def last_end(board: Board, agenda: Agenda, times: TimeArrays, device: int) -> fl
 
 
 @lean
-def longest_path(board: Board, times: TimeArrays, by_span: bool, path: Ints) -> int:
+def longest_path(table: Table) -> int:
     """Write the actions of a longest path into ``path``, last one first; return how many.
 
     ``by_span``: from the device whose last end minus first start is largest. Ties go to the
     predecessor in the same program.
     """
+    board, times, path = table.board, table.times, table.path
     device = 0
     longest = -1.0
     for d in range(board.counts.size):
-        taken = board.last[d] - (board.first[d] if by_span else 0.0)
+        taken = board.last[d] - (board.first[d] if table.rules.by_span else 0.0)
         if board.counts[d] > 0 and taken > longest:
             device, longest = d, taken
     code = board.actions[device, board.counts[device] - 1]
@@ -440,7 +382,7 @@ def longest_path(board: Board, times: TimeArrays, by_span: bool, path: Ints) -> 
         after = code
         code = _waited_for(board, times, code)
         if times.num_links > 0 and code >= 0 and _device(times, code) != _device(times, after):
-            size = _queue(board, times, code, path, size)
+            size = _queue(table, code, size)
             code = path[size - 1]
             size -= 1
     return size
@@ -452,8 +394,9 @@ def _device(times: TimeArrays, code: int) -> int:
 
 
 @lean
-def _queue(board: Board, times: TimeArrays, code: int, path: Ints, size: int) -> int:
+def _queue(table: Table, code: int, size: int) -> int:
     """Record a pass and those whose outputs its own waited for on its link, last one first."""
+    board, times, path = table.board, table.times, table.path
     cells = times.num_cells
     row = board.actions[_device(times, code)]
     lane, _ = _lane(times, code)
@@ -484,12 +427,18 @@ def _waited_for(board: Board, times: TimeArrays, code: int) -> int:
         lane = 0.0
         if before >= 0:
             lane = board.out[before] if kind == OFFLOAD else board.back[before]
-        return _same_lane(board, device, place, kind, cells) if lane > ready else before
+        if lane <= ready:
+            return before
+        row = board.actions[device]
+        for k in range(place - 1, -1, -1):
+            if row[k] // cells == kind:
+                return row[k]
+        return -1
     if kind == RELEASE:
         transfer = OFFLOAD * cells + cell
         return transfer if board.end[transfer] > ready else before
-    source, arrived = _source(board, times, kind, cell, stage)
     best = before
+    source, arrived = _source(board, times, kind, cell, stage)
     if arrived > ready:
         best, ready = source, arrived
     if kind in (RECOMPUTE, BACKWARD_INPUT, FULL_BACKWARD):
@@ -515,17 +464,9 @@ def _source(board: Board, times: TimeArrays, kind: int, cell: int, stage: int) -
 
 
 @lean
-def _same_lane(board: Board, device: int, place: int, kind: int, cells: int) -> int:
-    row = board.actions[device]
-    for k in range(place - 1, -1, -1):
-        if row[k] // cells == kind:
-            return row[k]
-    return -1
-
-
-@lean
-def set_out(board: Board, times: TimeArrays, work: SimulationScratch) -> None:
+def set_out(table: Table) -> None:
     """Write the times of a whole simulation on the board, where none are kept move by move."""
+    board, times, work = table.board, table.times, table.work
     cells = times.num_cells
     for device in range(board.counts.size):
         row = board.actions[device]
@@ -541,25 +482,17 @@ def set_out(board: Board, times: TimeArrays, work: SimulationScratch) -> None:
             elif kind == RELEASE:
                 clock = max(clock, work.end[2 * cells + cell])
             else:
-                clock = max(clock, _ready(board, times, work, kind, cell)) + times.duration[code]
                 if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
                     slot = cell if kind == FORWARD else cells + cell
                     board.end[slot] = work.end[slot]
+                    source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
+                    if source >= 0:
+                        clock = max(clock, work.end[source] + transit)
+                if kind not in (FORWARD, BACKWARD_WEIGHT) and board.at[RELOAD * cells + cell] >= 0:
+                    clock = max(clock, work.end[3 * cells + cell])
+                clock += times.duration[code]
             board.clock[code], board.out[code], board.back[code] = clock, out, back
         board.first[device], board.last[device] = work.first[device], work.last[device]
-
-
-@lean
-def _ready(board: Board, times: TimeArrays, work: SimulationScratch, kind: int, cell: int) -> float:
-    """Return when what a compute action needs from elsewhere is there, in ms; 0 for nothing."""
-    cells, ready = times.num_cells, 0.0
-    if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
-        source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
-        if source >= 0:
-            ready = work.end[source] + transit
-    if kind not in (FORWARD, BACKWARD_WEIGHT) and board.at[RELOAD * cells + cell] >= 0:
-        ready = max(ready, work.end[3 * cells + cell])
-    return ready
 
 
 # --- How long everything takes from an action's start to the very end, in the present programs.
@@ -613,8 +546,9 @@ def _leads_to(board: Board, times: TimeArrays, code: int) -> tuple[int, float]:
 
 
 @lean
-def refresh_tails(board: Board, times: TimeArrays, agenda: Agenda) -> None:
+def refresh_tails(table: Table) -> None:
     """Recompute all tails: each device in turn from its end, as far as the others' are known."""
+    board, agenda = table.board, table.agenda
     for device in range(board.counts.size):
         agenda.cursor[device] = board.counts[device]
     moves_on = True
@@ -623,16 +557,17 @@ def refresh_tails(board: Board, times: TimeArrays, agenda: Agenda) -> None:
         for device in range(board.counts.size):
             before = agenda.cursor[device]
             if before > 0:
-                agenda.cursor[device] = _tails_down(board, times, agenda, device)
+                agenda.cursor[device] = _tails_down(table, device)
                 moves_on = moves_on or agenda.cursor[device] < before
 
 
 @lean
-def _tails_down(board: Board, times: TimeArrays, agenda: Agenda, device: int) -> int:
+def _tails_down(table: Table, device: int) -> int:
     """Recompute a device's tails downwards until one leads to another's that is to come.
 
     Return the place above it, 0 where all are known.
     """
+    board, times, agenda = table.board, table.times, table.agenda
     row, place = board.actions[device], agenda.cursor[device]
     onward = board.tail[row[place]] if place < board.counts[device] else 0.0
     while place > 0:

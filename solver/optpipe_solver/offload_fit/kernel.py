@@ -25,41 +25,10 @@ from optpipe_solver.jit import jitted, lean
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
 
-__all__ = [
-    "CLOCK",
-    "COUNT",
-    "EXACT",
-    "FARTHEST",
-    "HELD",
-    "HIDDEN",
-    "IN_FREE",
-    "NUM_AWAY",
-    "NUM_BUSY",
-    "NUM_DONE",
-    "NUM_KEPT",
-    "NUM_PENDING",
-    "OLDEST",
-    "ON_HOST",
-    "PEAK",
-    "STALLED",
-    "DeviceProgram",
-    "FitState",
-    "Rule",
-    "SweepResult",
-    "Wanted",
-    "begin",
-    "book",
-    "emit",
-    "expected",
-    "free_from",
-    "insert",
-    "remove",
-    "sweep",
-    "take",
-]
+__all__ = ["FARTHEST", "HIDDEN", "OLDEST", "DeviceProgram", "Rule", "SweepResult", "sweep"]
 
 
-EXACT = 1e-9
+_EXACT = 1e-9
 """Times closer than this, in ms, are the same."""
 
 
@@ -104,7 +73,7 @@ class Rule(NamedTuple):
     lag: float = 0.0
 
 
-class Wanted(NamedTuple):
+class _Wanted(NamedTuple):
     """Bytes that must be free: for the action itself, or (``for_cell`` >= 0) also for a reload."""
 
     num_bytes: int
@@ -126,7 +95,7 @@ class SweepResult(NamedTuple):
     peak: int
 
 
-class FitState(NamedTuple):
+class _FitState(NamedTuple):
     """The mutable state; scalars are in ``now`` (floats) and ``num`` (integers)."""
 
     mode: Ints
@@ -148,109 +117,71 @@ class FitState(NamedTuple):
     num: Ints
 
 
-CLOCK, IN_FREE, STALLED = 0, 1, 2
-"""Places in `State.now`, in ms."""
+_CLOCK, _IN_FREE, _STALLED = 0, 1, 2
+"""Places in `_FitState.now`, in ms."""
 
-HELD, PEAK, ON_HOST, NUM_KEPT, NUM_AWAY, NUM_PENDING, NUM_BUSY, NUM_DONE, COUNT = range(9)
-"""Places in `State.num`: bytes, and how many each list holds."""
-
-
-@jitted
-def begin(job: DeviceProgram) -> FitState:
-    """Return the state before the first action."""
-    n, cells = job.kind.size, job.backward_at.size
-    ahead, work = np.empty(n), np.empty(n)
-    _look_ahead(job, ahead, work)
-    return FitState(
-        mode=np.zeros(cells, dtype=np.int64),
-        forward_end=np.zeros(cells),
-        back=np.zeros(cells),
-        out_start=np.full(cells, np.inf),
-        out_at=np.zeros(cells, dtype=np.int64),
-        kept=np.empty(cells, dtype=np.int64),
-        away=np.empty(cells, dtype=np.int64),
-        pending=np.empty(cells, dtype=np.int64),
-        busy_from=np.empty(2 * cells),
-        busy_to=np.empty(2 * cells),
-        boundary=np.zeros(n + 1),
-        done_early=np.zeros(n, dtype=np.bool_),
-        ahead=ahead,
-        work=work,
-        codes=np.empty(n + 3 * cells, dtype=np.int64),
-        now=np.zeros(3),
-        num=np.zeros(9, dtype=np.int64),
-    )
+_HELD, _PEAK, _ON_HOST, _NUM_KEPT, _NUM_AWAY, _NUM_PENDING, _NUM_BUSY, _NUM_DONE, _COUNT = range(9)
+"""Places in `_FitState.num`: bytes, and how many each list holds."""
 
 
 @lean
-def _look_ahead(job: DeviceProgram, ahead: Floats, work: Floats) -> None:
-    """Store each position's start if nothing waits for a transfer, and the work (ms) before it."""
-    clock = spent = 0.0
-    for at in range(job.kind.size):
-        ahead[at] = max(clock, job.arrival[at])
-        work[at] = spent
-        clock = ahead[at] + job.duration[at]
-        spent += job.duration[at]
-
-
-@lean
-def expected(st: FitState, at: int, later: int) -> float:
+def _expected(st: _FitState, at: int, later: int) -> float:
     """Return when a later position is expected to start."""
-    start: float = max(st.ahead[later], st.now[CLOCK] + st.work[later] - st.work[at])
+    start: float = max(st.ahead[later], st.now[_CLOCK] + st.work[later] - st.work[at])
     return start
 
 
 @lean
-def emit(st: FitState, code: int) -> None:
+def _emit(st: _FitState, code: int) -> None:
     """Append an action to the program, as ``kind * num_cells + cell``."""
-    st.codes[st.num[COUNT]] = code
-    st.num[COUNT] += 1
+    st.codes[st.num[_COUNT]] = code
+    st.num[_COUNT] += 1
 
 
 @lean
-def take(st: FitState, num_bytes: int) -> None:
+def _take(st: _FitState, num_bytes: int) -> None:
     """Add to the bytes held, and update the peak."""
-    st.num[HELD] += num_bytes
-    st.num[PEAK] = max(st.num[PEAK], st.num[HELD])
+    st.num[_HELD] += num_bytes
+    st.num[_PEAK] = max(st.num[_PEAK], st.num[_HELD])
 
 
 @lean
-def free_from(st: FitState, earliest: float, length: float) -> float:
+def _free_from(st: _FitState, earliest: float, length: float) -> float:
     """Return the first start from ``earliest`` on at which the lane is free for ``length``."""
-    first = np.searchsorted(st.busy_to[: st.num[NUM_BUSY]], earliest, "right")
+    first = np.searchsorted(st.busy_to[: st.num[_NUM_BUSY]], earliest, "right")
     start = earliest
-    for index in range(first, st.num[NUM_BUSY]):
-        if st.busy_from[index] - start >= length - EXACT:
+    for index in range(first, st.num[_NUM_BUSY]):
+        if st.busy_from[index] - start >= length - _EXACT:
             return start
         start = max(start, st.busy_to[index])
     return start
 
 
 @lean
-def book(st: FitState, start: float, end: float) -> None:
+def _book(st: _FitState, start: float, end: float) -> None:
     """Occupy the lane; touching bookings become one."""
-    place = st.num[NUM_BUSY]
+    place = st.num[_NUM_BUSY]
     while place > 0 and st.busy_from[place - 1] > start:
         place -= 1
-    if place > 0 and start - st.busy_to[place - 1] <= EXACT:
+    if place > 0 and start - st.busy_to[place - 1] <= _EXACT:
         st.busy_to[place - 1] = end
         place -= 1
     else:
-        for index in range(st.num[NUM_BUSY], place, -1):
+        for index in range(st.num[_NUM_BUSY], place, -1):
             st.busy_from[index] = st.busy_from[index - 1]
             st.busy_to[index] = st.busy_to[index - 1]
         st.busy_from[place], st.busy_to[place] = start, end
-        st.num[NUM_BUSY] += 1
-    if place + 1 < st.num[NUM_BUSY] and st.busy_from[place + 1] - end <= EXACT:
+        st.num[_NUM_BUSY] += 1
+    if place + 1 < st.num[_NUM_BUSY] and st.busy_from[place + 1] - end <= _EXACT:
         st.busy_to[place] = st.busy_to[place + 1]
-        for index in range(place + 1, st.num[NUM_BUSY] - 1):
+        for index in range(place + 1, st.num[_NUM_BUSY] - 1):
             st.busy_from[index] = st.busy_from[index + 1]
             st.busy_to[index] = st.busy_to[index + 1]
-        st.num[NUM_BUSY] -= 1
+        st.num[_NUM_BUSY] -= 1
 
 
 @lean
-def insert(job: DeviceProgram, cells: Ints, num: Ints, which: int, cell: int) -> None:
+def _insert(job: DeviceProgram, cells: Ints, num: Ints, which: int, cell: int) -> None:
     """Add a cell to a list that is ordered by the positions of the backwards."""
     place = num[which]
     while place > 0 and job.backward_at[cells[place - 1]] > job.backward_at[cell]:
@@ -261,7 +192,7 @@ def insert(job: DeviceProgram, cells: Ints, num: Ints, which: int, cell: int) ->
 
 
 @lean
-def remove(cells: Ints, num: Ints, which: int, cell: int) -> None:
+def _remove(cells: Ints, num: Ints, which: int, cell: int) -> None:
     """Remove a cell from a short list, keeping its order."""
     last = num[which] - 1
     place = 0
@@ -283,16 +214,41 @@ _LOOKED_AT = 64
 @jitted
 def sweep(job: DeviceProgram, rule: Rule, limit: int, host_limit: int) -> SweepResult:
     """Return the program with what must be offloaded or recomputed to stay within a limit."""
-    st = begin(job)
+    n, cells = job.kind.size, job.backward_at.size
+    ahead, work, clock, spent = np.empty(n), np.empty(n), 0.0, 0.0
+    for at in range(n):
+        # When each position starts if nothing waits for a transfer, and the work before it, in ms.
+        ahead[at], work[at] = max(clock, job.arrival[at]), spent
+        clock = ahead[at] + job.duration[at]
+        spent += job.duration[at]
+    st = _FitState(
+        mode=np.zeros(cells, dtype=np.int64),
+        forward_end=np.zeros(cells),
+        back=np.zeros(cells),
+        out_start=np.full(cells, np.inf),
+        out_at=np.zeros(cells, dtype=np.int64),
+        kept=np.empty(cells, dtype=np.int64),
+        away=np.empty(cells, dtype=np.int64),
+        pending=np.empty(cells, dtype=np.int64),
+        busy_from=np.empty(2 * cells),
+        busy_to=np.empty(2 * cells),
+        boundary=np.zeros(n + 1),
+        done_early=np.zeros(n, dtype=np.bool_),
+        ahead=ahead,
+        work=work,
+        codes=np.empty(n + 3 * cells, dtype=np.int64),
+        now=np.zeros(3),
+        num=np.zeros(9, dtype=np.int64),
+    )
     ok = _sweep(job, rule, st, limit, host_limit)
     leaving = np.argsort(st.out_start, kind="mergesort")
-    codes = np.empty(st.num[COUNT] + leaving.size, dtype=np.int64)
+    codes = np.empty(st.num[_COUNT] + leaving.size, dtype=np.int64)
     count = _weave(job, st, leaving, codes)
-    return SweepResult(ok, codes, count, st.now[STALLED], st.num[PEAK])
+    return SweepResult(ok, codes, count, st.now[_STALLED], st.num[_PEAK])
 
 
 @lean
-def _sweep(job: DeviceProgram, rule: Rule, st: FitState, limit: int, host_limit: int) -> bool:
+def _sweep(job: DeviceProgram, rule: Rule, st: _FitState, limit: int, host_limit: int) -> bool:
     """Run all actions, freeing memory before each; return whether all fit."""
     for at in range(job.kind.size):
         if st.done_early[at]:
@@ -302,67 +258,67 @@ def _sweep(job: DeviceProgram, rule: Rule, st: FitState, limit: int, host_limit:
         need = max(0, job.delta[at]) + job.workspace[at]
         if is_backward:
             if st.mode[cell] == _AWAY:
-                wanted = Wanted(need + job.offload_bytes[cell], cell, limit, host_limit)
+                wanted = _Wanted(need + job.offload_bytes[cell], cell, limit, host_limit)
                 ok, _ = _make_room(job, rule, st, at, wanted)
                 if not ok:
                     return False
                 _reload(job, rule, st, cell)
             elif st.mode[cell] == _AGAIN:
                 need = job.saved_bytes[cell] + max(need, job.recompute_workspace[cell])
-        ok, need = _make_room(job, rule, st, at, Wanted(need, -1, limit, host_limit))
+        ok, need = _make_room(job, rule, st, at, _Wanted(need, -1, limit, host_limit))
         if not ok:
             return False
-        _prefetch(job, rule, st, at, Wanted(need, -1, limit, host_limit))
+        _prefetch(job, rule, st, at, _Wanted(need, -1, limit, host_limit))
         _run(job, st, at)
     return True
 
 
 @lean
-def _run(job: DeviceProgram, st: FitState, at: int) -> None:
+def _run(job: DeviceProgram, st: _FitState, at: int) -> None:
     """Run the action at a position, after what it waits for."""
     cell, kind = job.cell[at], job.kind[at]
     cells = job.backward_at.size
     delta = job.delta[at]
-    before = st.now[CLOCK]
+    before = st.now[_CLOCK]
     start = max(before, job.arrival[at])
     if kind == FORWARD:
         if st.mode[cell] == _AGAIN:
             delta -= job.saved_bytes[cell]
         else:
             st.mode[cell] = _KEPT
-        insert(job, st.kept, st.num, NUM_KEPT, cell)
+        _insert(job, st.kept, st.num, _NUM_KEPT, cell)
     elif kind != BACKWARD_WEIGHT:
         if st.mode[cell] == _AGAIN:
-            emit(st, RECOMPUTE * cells + cell)
-            take(st, job.saved_bytes[cell])
+            _emit(st, RECOMPUTE * cells + cell)
+            _take(st, job.saved_bytes[cell])
             start = max(start, before + job.recompute_ms[cell])
         elif st.mode[cell] == _BACK:
             start = max(start, st.back[cell])
-            st.num[ON_HOST] -= job.offload_bytes[cell]
-        remove(st.kept, st.num, NUM_KEPT, cell)
+            st.num[_ON_HOST] -= job.offload_bytes[cell]
+        _remove(st.kept, st.num, _NUM_KEPT, cell)
         st.mode[cell] = _GONE
         if job.weight_at[cell] >= 0:
-            insert(job, st.pending, st.num, NUM_PENDING, cell)
+            _insert(job, st.pending, st.num, _NUM_PENDING, cell)
     else:
-        remove(st.pending, st.num, NUM_PENDING, cell)
-    st.now[STALLED] += start - max(before, job.arrival[at])
-    st.now[CLOCK] = start + job.duration[at]
-    st.num[PEAK] = max(st.num[PEAK], st.num[HELD] + max(0, delta) + job.workspace[at])
-    st.num[HELD] += delta
-    emit(st, kind * cells + cell)
-    st.num[NUM_DONE] += 1
-    st.boundary[st.num[NUM_DONE]] = st.now[CLOCK]
+        _remove(st.pending, st.num, _NUM_PENDING, cell)
+    st.now[_STALLED] += start - max(before, job.arrival[at])
+    st.now[_CLOCK] = start + job.duration[at]
+    st.num[_PEAK] = max(st.num[_PEAK], st.num[_HELD] + max(0, delta) + job.workspace[at])
+    st.num[_HELD] += delta
+    _emit(st, kind * cells + cell)
+    st.num[_NUM_DONE] += 1
+    st.boundary[st.num[_NUM_DONE]] = st.now[_CLOCK]
     if kind == FORWARD:
-        st.forward_end[cell] = st.now[CLOCK]
+        st.forward_end[cell] = st.now[_CLOCK]
 
 
 @lean
 def _make_room(
-    job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wanted
+    job: DeviceProgram, rule: Rule, st: _FitState, at: int, wanted: _Wanted
 ) -> tuple[bool, int]:
     """Free bytes until the wanted ones fit; return whether they do, and how many are needed."""
     need = wanted.num_bytes
-    while st.num[HELD] + need > wanted.limit:
+    while st.num[_HELD] + need > wanted.limit:
         option, cell, _ = _cheapest(job, rule, st, at, wanted)
         if option == 0:
             return False, need
@@ -370,7 +326,7 @@ def _make_room(
             _release(job, rule, st, cell)
         elif option == _REPEAT:
             st.mode[cell] = _AGAIN
-            st.num[HELD] -= job.saved_bytes[cell]
+            st.num[_HELD] -= job.saved_bytes[cell]
         elif option == _SELF:
             st.mode[cell] = _AGAIN
             need -= job.saved_bytes[cell]
@@ -380,7 +336,7 @@ def _make_room(
 
 
 @lean
-def _weight_first(job: DeviceProgram, st: FitState, cell: int) -> None:
+def _weight_first(job: DeviceProgram, st: _FitState, cell: int) -> None:
     """Run a waiting weight gradient here instead of later."""
     position = job.weight_at[cell]
     _run(job, st, position)
@@ -389,13 +345,13 @@ def _weight_first(job: DeviceProgram, st: FitState, cell: int) -> None:
 
 @lean
 def _cheapest(
-    job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wanted
+    job: DeviceProgram, rule: Rule, st: _FitState, at: int, wanted: _Wanted
 ) -> tuple[int, int, float]:
     """Return the option that frees bytes at the smallest estimated cost (ms), ties by the rule."""
     victim, leaving_ms = _cheapest_to_leave(job, rule, st, at, wanted)
     option, best = (_LEAVE if victim >= 0 else 0), leaving_ms
     own = job.cell[at]
-    for index in range(st.num[NUM_KEPT] - 1, -1, -1):
+    for index in range(st.num[_NUM_KEPT] - 1, -1, -1):
         cell = st.kept[index]
         if cell == own or st.mode[cell] != _KEPT:
             continue
@@ -405,9 +361,9 @@ def _cheapest(
     saves = job.may_recompute[own] and job.saved_bytes[own] > 0
     if is_new and saves and job.recompute_ms[own] < best:
         best, option, victim = job.recompute_ms[own], _SELF, own
-    for index in range(st.num[NUM_PENDING]):
+    for index in range(st.num[_NUM_PENDING]):
         position = job.weight_at[st.pending[index]]
-        fits = st.num[HELD] + job.workspace[position] <= wanted.limit
+        fits = st.num[_HELD] + job.workspace[position] <= wanted.limit
         cost = rule.weight_cost * job.duration[position]
         if position != at and fits and job.delta[position] < 0 and cost <= best:
             return _WEIGHT, st.pending[index], cost
@@ -416,13 +372,13 @@ def _cheapest(
 
 @lean
 def _cheapest_to_leave(
-    job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wanted
+    job: DeviceProgram, rule: Rule, st: _FitState, at: int, wanted: _Wanted
 ) -> tuple[int, float]:
     """Return the cell whose offload is estimated to cost least, and that cost (ms); -1 for none."""
     victim, best, best_end = -1, np.inf, np.inf
-    for index in range(st.num[NUM_KEPT] - 1, -1, -1):
+    for index in range(st.num[_NUM_KEPT] - 1, -1, -1):
         cell = st.kept[index]
-        on_host = st.num[ON_HOST] + job.offload_bytes[cell]
+        on_host = st.num[_ON_HOST] + job.offload_bytes[cell]
         if cell == job.cell[at] or st.mode[cell] != _KEPT or not job.may_offload[cell]:
             continue
         if on_host > wanted.host_limit:
@@ -440,22 +396,22 @@ def _cheapest_to_leave(
 
 @lean
 def _leaving_costs(  # noqa: PLR0917 - compiled code takes its arguments by position
-    job: DeviceProgram, rule: Rule, st: FitState, at: int, cell: int, for_cell: int
+    job: DeviceProgram, rule: Rule, st: _FitState, at: int, cell: int, for_cell: int
 ) -> float:
     """Estimate the delay of the action here, of the reload wanted, and of the cell's own return."""
     length = rule.lane_share * job.offload_ms[cell]
-    clock = st.now[CLOCK]
+    clock = st.now[_CLOCK]
     lag = rule.lag * job.offload_ms[cell]
-    ready = max(clock, free_from(st, st.forward_end[cell], length) + length + lag)
+    ready = max(clock, _free_from(st, st.forward_end[cell], length) + length + lag)
     delay = max(0.0, ready - max(clock, job.arrival[at]))
     if for_cell >= 0:
-        home = max(ready, st.now[IN_FREE]) + _return_ms(job, rule, for_cell)
-        late = max(0.0, home - expected(st, at, job.backward_at[for_cell]))
+        home = max(ready, st.now[_IN_FREE]) + _return_ms(job, rule, for_cell)
+        late = max(0.0, home - _expected(st, at, job.backward_at[for_cell]))
         delay = late if for_cell == job.cell[at] else max(delay, late)
     home = max(ready, job.arrival[at]) + _return_ms(job, rule, cell)
-    late = max(0.0, home - expected(st, at, job.backward_at[cell]))
+    late = max(0.0, home - _expected(st, at, job.backward_at[cell]))
     cost: float = delay + late
-    return cost if cost > EXACT else 0.0
+    return cost if cost > _EXACT else 0.0
 
 
 @lean
@@ -466,61 +422,61 @@ def _return_ms(job: DeviceProgram, rule: Rule, cell: int) -> float:
 
 
 @lean
-def _release(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
+def _release(job: DeviceProgram, rule: Rule, st: _FitState, cell: int) -> None:
     """Offload a cell as early as its lane allows, and wait here until the copy has ended."""
     length = rule.lane_share * job.offload_ms[cell]
-    start = free_from(st, st.forward_end[cell], length)
-    book(st, start, start + length)
+    start = _free_from(st, st.forward_end[cell], length)
+    _book(st, start, start + length)
     st.out_start[cell] = start
     st.out_at[cell] = (
-        np.searchsorted(st.boundary[: st.num[NUM_DONE] + 1], start + EXACT, "right") - 1
+        np.searchsorted(st.boundary[: st.num[_NUM_DONE] + 1], start + _EXACT, "right") - 1
     )
-    wait = start + length + rule.lag * job.offload_ms[cell] - st.now[CLOCK]
-    if wait > EXACT:
-        st.now[CLOCK] += wait
-        st.now[STALLED] += wait
+    wait = start + length + rule.lag * job.offload_ms[cell] - st.now[_CLOCK]
+    if wait > _EXACT:
+        st.now[_CLOCK] += wait
+        st.now[_STALLED] += wait
     st.mode[cell] = _AWAY
-    st.num[HELD] -= job.offload_bytes[cell]
-    st.num[ON_HOST] += job.offload_bytes[cell]
-    remove(st.kept, st.num, NUM_KEPT, cell)
-    emit(st, RELEASE * job.backward_at.size + cell)
-    insert(job, st.away, st.num, NUM_AWAY, cell)
+    st.num[_HELD] -= job.offload_bytes[cell]
+    st.num[_ON_HOST] += job.offload_bytes[cell]
+    _remove(st.kept, st.num, _NUM_KEPT, cell)
+    _emit(st, RELEASE * job.backward_at.size + cell)
+    _insert(job, st.away, st.num, _NUM_AWAY, cell)
 
 
 @lean
-def _reload(job: DeviceProgram, rule: Rule, st: FitState, cell: int) -> None:
+def _reload(job: DeviceProgram, rule: Rule, st: _FitState, cell: int) -> None:
     """Reload a cell, starting now."""
     length = rule.lane_share * job.reload_ms[cell]
-    start = max(st.now[CLOCK], st.now[IN_FREE])
+    start = max(st.now[_CLOCK], st.now[_IN_FREE])
     if job.half_duplex:
-        start = free_from(st, start, length)
-        book(st, start, start + length)
-    st.now[IN_FREE] = start + length
+        start = _free_from(st, start, length)
+        _book(st, start, start + length)
+    st.now[_IN_FREE] = start + length
     st.back[cell] = start + _return_ms(job, rule, cell)
     st.mode[cell] = _BACK
-    take(st, job.offload_bytes[cell])
-    remove(st.away, st.num, NUM_AWAY, cell)
-    insert(job, st.kept, st.num, NUM_KEPT, cell)
-    emit(st, RELOAD * job.backward_at.size + cell)
+    _take(st, job.offload_bytes[cell])
+    _remove(st.away, st.num, _NUM_AWAY, cell)
+    _insert(job, st.kept, st.num, _NUM_KEPT, cell)
+    _emit(st, RELOAD * job.backward_at.size + cell)
 
 
 @lean
-def _prefetch(job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wanted) -> None:
+def _prefetch(job: DeviceProgram, rule: Rule, st: _FitState, at: int, wanted: _Wanted) -> None:
     """Issue the reloads that would be too late at the next boundary.
 
     If they do not fit in addition to the action, other cells leave, unless that costs more than
     waiting for the next boundary.
     """
-    while st.num[NUM_AWAY] > 0:
-        following = max(st.now[CLOCK], job.arrival[at]) + job.duration[at]
-        if st.now[IN_FREE] >= following or not _is_urgent(job, rule, st, at, following):
+    while st.num[_NUM_AWAY] > 0:
+        following = max(st.now[_CLOCK], job.arrival[at]) + job.duration[at]
+        if st.now[_IN_FREE] >= following or not _is_urgent(job, rule, st, at, following):
             return
         cell = st.away[0]
         need = job.offload_bytes[cell] + wanted.num_bytes
-        due = expected(st, at, job.backward_at[cell])
+        due = _expected(st, at, job.backward_at[cell])
         tolerated = max(0.0, following + _return_ms(job, rule, cell) - due)
-        more = Wanted(need, cell, wanted.limit, wanted.host_limit)
-        while st.num[HELD] + need > wanted.limit:
+        more = _Wanted(need, cell, wanted.limit, wanted.host_limit)
+        while st.num[_HELD] + need > wanted.limit:
             option, victim, cost = _cheapest(job, rule, st, at, more)
             if cost > tolerated:
                 return
@@ -534,25 +490,25 @@ def _prefetch(job: DeviceProgram, rule: Rule, st: FitState, at: int, wanted: Wan
 
 
 @lean
-def _is_urgent(job: DeviceProgram, rule: Rule, st: FitState, at: int, following: float) -> bool:
+def _is_urgent(job: DeviceProgram, rule: Rule, st: _FitState, at: int, following: float) -> bool:
     """Whether some cell would be late if the first reload started at the next boundary."""
     lane = 0.0
-    for index in range(min(st.num[NUM_AWAY], _LOOKED_AT)):
+    for index in range(min(st.num[_NUM_AWAY], _LOOKED_AT)):
         cell = st.away[index]
         length = rule.lane_share * job.reload_ms[cell]
         lane += length
-        due = expected(st, at, job.backward_at[cell])
-        if due - rule.slack * length - rule.lag * job.reload_ms[cell] - lane < following - EXACT:
+        due = _expected(st, at, job.backward_at[cell])
+        if due - rule.slack * length - rule.lag * job.reload_ms[cell] - lane < following - _EXACT:
             return True
     return False
 
 
 @lean
-def _weave(job: DeviceProgram, st: FitState, leaving: Ints, codes: Ints) -> int:
+def _weave(job: DeviceProgram, st: _FitState, leaving: Ints, codes: Ints) -> int:
     """Insert the offloads, in the order of their starts; return the number of actions."""
     cells = job.backward_at.size
     count, done, following = 0, 0, 0
-    for index in range(st.num[COUNT]):
+    for index in range(st.num[_COUNT]):
         code = st.codes[index]
         codes[count] = code
         count += 1

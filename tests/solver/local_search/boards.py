@@ -2,8 +2,8 @@
 
 from optpipe import Problem, Programs
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.local_search.annealing import Table, table_for
-from optpipe_solver.local_search.board import rows_on
+from optpipe_solver.local_search.annealing import table_for
+from optpipe_solver.local_search.board import Table, rows_on
 
 
 def set_out(given: Problem, rows: Programs) -> tuple[CompiledProblem, Table]:

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from optpipe import find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
 from optpipe_solver.budget import Stop
 from optpipe_solver.jit import seeded
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import Table, take_back
-from optpipe_solver.local_search.board import Board, Undo, rows_on
+from optpipe_solver.local_search.annealing import take_back
+from optpipe_solver.local_search.board import Table, rows_on
 from optpipe_solver.local_search.room import Stretch, make_room, relax, settle, trim
 from optpipe_solver.local_search.search import improve_by_local_search
 from tests.building import bus, problem, programs, stage
@@ -39,84 +38,68 @@ def one_stage(*rows: str, m: int = 2) -> tuple[CompiledProblem, Table]:
     return set_out(problem([everything], [bus(memory_bytes=100)], m), programs(*rows))
 
 
-def on(table: Table) -> tuple[Board, Undo, TimeArrays, MemoryArrays]:
-    """What moves of modes work on."""
-    return table.board, table.undo, table.times, table.memory
+TRIP = "0F0 0OFFLOAD0 0F1 0RELEASE0 0RELOAD0 0B1 0B0"
+BLOCK = "0F0 0F1 0F2 0I0 0I1 0W0 0W1 0B2"
 
 
-def test_exchange_hands_the_places_over() -> None:
-    """The kept cell is offloaded where the other was."""
-    compiled, table = one_stage("0F0 0OFFLOAD0 0F1 0RELEASE0 0RELOAD0 0B1 0B0")
-    assert moves.exchange(*on(table), 0, 1)
-    assert read(compiled, table) == programs("0F0 0F1 0OFFLOAD1 0RELEASE1 0RELOAD1 0B1 0B0")
-
-
-def test_a_cell_is_recomputed_instead_of_offloaded() -> None:
-    """RECOMPUTE two places before the backward; the flag says so."""
-    compiled, table = one_stage("0F0 0OFFLOAD0 0F1 0RELEASE0 0RELOAD0 0B1 0B0")
-    assert moves.place_mode(*on(table), 0, AGAIN, 0, 2)
-    assert read(compiled, table) == programs("0F0 0RECOMPUTE0 0F1 0B1 0B0")
-    assert table.board.mode.tolist() == [AGAIN, KEPT]
-    assert not moves.place_mode(*on(table), 1, KEPT, 0, 0)
-
-
-def test_a_fused_backward_is_split_and_its_w_put_off() -> None:
-    """I where the B stood, W two places behind; and back again."""
-    compiled, table = one_stage("0F0 0F1 0B0 0B1")
-    assert moves.toggle_fused(table.board, table.undo, 2, 0, 0, 1)
-    assert read(compiled, table) == programs("0F0 0F1 0I0 0B1 0W0")
-    assert moves.toggle_fused(table.board, table.undo, 2, 0, 0, 1)
-    assert read(compiled, table) == programs("0F0 0F1 0B0 0B1")
-
-
-def test_two_backwards_trade_places() -> None:
-    """All that belongs to them goes along; a trade that would run before its F is refused."""
-    compiled, table = one_stage("0F0 0F1 0I0 0I1 0W0 0W1")
-    assert moves.trade_backwards(table.board, table.undo, 2, 0, 0, 1)
-    assert read(compiled, table) == programs("0F0 0F1 0I1 0I0 0W1 0W0")
-    _, table = one_stage("0F0 0I0 0W0 0F1 0I1 0W1")
-    assert not moves.trade_backwards(table.board, table.undo, 2, 0, 0, 1)
-
-
-def test_a_swap_leaves_those_between_where_they_are() -> None:
-    """Two forwards change places around a W; an F and its I never do."""
-    compiled, table = one_stage("0F0 0I0 0F1 0W0 0F2 0B1 0B2", m=3)
-    assert moves.swap(table.board, table.undo, 3, 0, 2, 2)
-    assert read(compiled, table) == programs("0F0 0I0 0F2 0W0 0F1 0B1 0B2")
-    assert not moves.swap(table.board, table.undo, 3, 0, 0, 1)
-
-
-def test_a_block_moves_as_far_as_the_cells_it_passes_allow() -> None:
-    """Up to what an I or F that it passes must stand behind or before, and not one place less."""
-    row = "0F0 0F1 0F2 0I0 0I1 0W0 0W1 0B2"
-    compiled, table = one_stage(row, m=3)
-    assert moves.shift_block(table.board, table.undo, 3, 0, 1, 2, 5)
-    assert read(compiled, table) == programs("0F0 0I0 0F1 0F2 0I1 0W0 0W1 0B2")
-    assert moves.shift_block(table.board, table.undo, 3, 0, 2, 2, -1)
-    assert read(compiled, table) == programs(row)
-    compiled, table = one_stage("0F0 0I0 0F1 0F2 0W0 0I1 0W1 0B2", m=3)
-    assert moves.shift_block(table.board, table.undo, 3, 0, 2, 2, -5)
-    assert read(compiled, table) == programs("0F1 0F2 0F0 0I0 0W0 0I1 0W1 0B2")
-    _, table = one_stage("0F0 0I0 0W0 0F1 0B1")
-    assert not moves.shift_block(table.board, table.undo, 2, 0, 1, 2, -1)
-    assert not moves.shift_block(table.board, table.undo, 2, 0, 3, 2, 1)
-
-
-def test_a_segment_is_reversed_until_a_cell_would_come_twice() -> None:
-    """From F1 on: the I of 1 stays where it is; one action alone is nothing to reverse."""
-    compiled, table = one_stage("0F0 0F1 0I0 0F2 0I1 0W0 0W1 0B2", m=3)
-    assert moves.reverse(table.board, table.undo, compiled.times, 0, 1, 9, False)
-    assert read(compiled, table) == programs("0F0 0F2 0I0 0F1 0I1 0W0 0W1 0B2")
-    assert not moves.reverse(table.board, table.undo, compiled.times, 0, 7, 9, False)
-
-
-def test_a_reversal_in_turn_keeps_the_micro_batches_in_order() -> None:
-    """Passes change places, F1 stays before F2; forwards alone stay as they are."""
-    compiled, table = one_stage("0F0 0F1 0F2 0I0 0W0 0B1 0B2", m=3)
-    assert moves.reverse(table.board, table.undo, compiled.times, 0, 1, 9, True)
-    assert read(compiled, table) == programs("0F0 0I0 0F1 0F2 0W0 0B1 0B2")
-    compiled, table = one_stage("0F0 0F1 0F2 0I0 0W0 0B1 0B2", m=3)
-    assert not moves.reverse(table.board, table.undo, compiled.times, 0, 0, 3, True)
+@pytest.mark.parametrize(
+    ("move", "arguments", "row", "after"),
+    [
+        # The kept cell is offloaded where the other was.
+        ("exchange", (0, 1), TRIP, "0F0 0F1 0OFFLOAD1 0RELEASE1 0RELOAD1 0B1 0B0"),
+        # RECOMPUTE two places before the backward; a kept cell that is to be kept stays.
+        ("place_mode", (0, AGAIN, 0, 2), TRIP, "0F0 0RECOMPUTE0 0F1 0B1 0B0"),
+        ("place_mode", (1, KEPT, 0, 0), TRIP, ""),
+        # I where the B was, W two places after it; and back again.
+        ("toggle_fused", (0, 0, 1), "0F0 0F1 0B0 0B1", "0F0 0F1 0I0 0B1 0W0"),
+        ("toggle_fused", (0, 0, 1), "0F0 0F1 0I0 0B1 0W0", "0F0 0F1 0B0 0B1"),
+        # All that belongs to two backwards trades places, but not before its F.
+        ("trade_backwards", (0, 0, 1), "0F0 0F1 0I0 0I1 0W0 0W1", "0F0 0F1 0I1 0I0 0W1 0W0"),
+        ("trade_backwards", (0, 0, 1), "0F0 0I0 0W0 0F1 0I1 0W1", ""),
+        # Two forwards swap places around a W; an F and its I never do.
+        ("swap", (0, 2, 2), "0F0 0I0 0F1 0W0 0F2 0B1 0B2", "0F0 0I0 0F2 0W0 0F1 0B1 0B2"),
+        ("swap", (0, 0, 1), "0F0 0I0 0F1 0W0 0F2 0B1 0B2", ""),
+        # A block moves up to what its cells must come before or after.
+        ("shift_block", (0, 1, 2, 5), BLOCK, "0F0 0I0 0F1 0F2 0I1 0W0 0W1 0B2"),
+        ("shift_block", (0, 2, 2, -1), "0F0 0I0 0F1 0F2 0I1 0W0 0W1 0B2", BLOCK),
+        (
+            "shift_block",
+            (0, 2, 2, -5),
+            "0F0 0I0 0F1 0F2 0W0 0I1 0W1 0B2",
+            "0F1 0F2 0F0 0I0 0W0 0I1 0W1 0B2",
+        ),
+        ("shift_block", (0, 1, 2, -1), "0F0 0I0 0W0 0F1 0B1", ""),
+        ("shift_block", (0, 3, 2, 1), "0F0 0I0 0W0 0F1 0B1", ""),
+        # Reversed from F1 on, until a cell would come twice; one action alone stays.
+        (
+            "reverse",
+            (0, 1, 9, False),
+            "0F0 0F1 0I0 0F2 0I1 0W0 0W1 0B2",
+            "0F0 0F2 0I0 0F1 0I1 0W0 0W1 0B2",
+        ),
+        ("reverse", (0, 7, 9, False), "0F0 0F1 0I0 0F2 0I1 0W0 0W1 0B2", ""),
+        # Reversed in turn, F1 stays before F2, and forwards alone stay as they are.
+        ("reverse", (0, 1, 9, True), "0F0 0F1 0F2 0I0 0W0 0B1 0B2", "0F0 0I0 0F1 0F2 0W0 0B1 0B2"),
+        ("reverse", (0, 0, 3, True), "0F0 0F1 0F2 0I0 0W0 0B1 0B2", ""),
+        # Every second micro-batch is offloaded: 0 and 2.
+        (
+            "mode_wave",
+            (0, 3, 2, AWAY, 0, 0),
+            "0F0 0F1 0F2 0B0 0B1 0B2",
+            "0F0 0OFFLOAD0 0RELEASE0 0F1 0F2 0OFFLOAD2 0RELEASE2 0RELOAD0 0B0 0B1 0RELOAD2 0B2",
+        ),
+    ],
+)
+def test_a_move_makes_its_change(
+    move: str, arguments: tuple[int, ...], row: str, after: str
+) -> None:
+    """The program is the one given; no program: the move is refused."""
+    compiled, table = one_stage(row, m=3 if "F2" in row else 2)
+    assert getattr(moves, move)(table, *arguments) is bool(after)
+    if after:
+        made_of = read(compiled, table)
+        assert made_of == programs(after)
+        assert (compiled.encode(made_of).modes == table.board.mode).all()
 
 
 def test_a_wave_moves_a_run_of_micro_batches_on_several_stages() -> None:
@@ -124,17 +107,8 @@ def test_a_wave_moves_a_run_of_micro_batches_on_several_stages() -> None:
     rows = ("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2")
     compiled, table = set_out(problem([stage(0), stage(1)], m=3), programs(*rows))
     forward = 1  # the F of stage 0, micro-batch 1
-    assert moves.wave(table.board, table.undo, compiled.times, forward, 2, 2, 1, 1)
+    assert moves.wave(table, forward, 2, 2, 1, 1)
     assert read(compiled, table) == programs("0F0 0B0 0F1 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
-
-
-def test_a_wave_of_modes_takes_every_second_micro_batch() -> None:
-    """Offloaded are 0 and 2; 1 is kept."""
-    compiled, table = one_stage("0F0 0F1 0F2 0B0 0B1 0B2", m=3)
-    assert moves.mode_wave(*on(table), 0, 3, 2, AWAY, 0, 0)
-    assert table.board.mode.tolist() == [AWAY, KEPT, AWAY]
-    trips = "0F0 0OFFLOAD0 0RELEASE0 0F1 0F2 0OFFLOAD2 0RELEASE2 0RELOAD0 0B0 0B1 0RELOAD2 0B2"
-    assert read(compiled, table) == programs(trips)
 
 
 @given(cases(menus=True), st.integers(0, 2**32), st.integers(0, 7))
@@ -161,7 +135,7 @@ def test_any_move_keeps_each_cells_order_and_can_be_taken_back(
 
 def made(table: Table, rng: random.Random, which: int) -> bool:
     """Make one of the moves at a random place."""
-    board, undo, times = table.board, table.undo, table.times
+    board, times = table.board, table.times
     device = rng.choice([d for d, count in enumerate(board.counts) if count])
     cells = times.num_cells
     code = int(board.actions[device, rng.randrange(board.counts[device])])
@@ -173,26 +147,26 @@ def made(table: Table, rng: random.Random, which: int) -> bool:
         mode, early, late = rng.choice(usable), rng.randrange(4), rng.randrange(4)
         if table.memory.uniform[stage]:
             first, m = stage * times.num_microbatches, times.num_microbatches
-            return moves.mode_wave(*on(table), first, m, 1, mode, early, late)
-        return moves.place_mode(*on(table), code % cells, mode, early, late)
+            return moves.mode_wave(table, first, m, 1, mode, early, late)
+        return moves.place_mode(table, code % cells, mode, early, late)
     if which == 7:
         distance, late = rng.choice([-3, -1, 1, 4]), rng.randrange(4)
-        return moves.park(board, undo, cells, device, code % cells, distance, late)
+        return moves.park(table, device, code % cells, distance, late)
     if which == 0:
         other = stage * times.num_microbatches + rng.randrange(times.num_microbatches)
-        return moves.exchange(*on(table), code % cells, other)
+        return moves.exchange(table, code % cells, other)
     if which == 1:
-        return moves.trade_backwards(board, undo, cells, device, code % cells, other % cells)
+        return moves.trade_backwards(table, device, code % cells, other % cells)
     if which == 2:
-        return moves.swap(board, undo, cells, device, int(board.at[code]), rng.randint(1, 5))
+        return moves.swap(table, device, int(board.at[code]), rng.randint(1, 5))
     if which == 3:
         count, most, width = (rng.randint(1, 3) for _ in range(3))
-        return moves.wave(board, undo, times, code, count, most, width, rng.choice([-3, -1, 1, 2]))
+        return moves.wave(table, code, count, most, width, rng.choice([-3, -1, 1, 2]))
     if which == 4:
         width, in_turn = rng.randint(2, 8), rng.random() < 0.5
-        return moves.reverse(board, undo, times, device, int(board.at[code]), width, in_turn)
+        return moves.reverse(table, device, int(board.at[code]), width, in_turn)
     late = rng.randrange(4)
-    return moves.toggle_fused(board, undo, cells, device, code % cells, late)
+    return moves.toggle_fused(table, device, code % cells, late)
 
 
 NO_MEMORY_RULE = {"memory.host", "wait.cyclic"}
@@ -278,14 +252,14 @@ def test_settled_programs_fit_and_can_be_taken_back(case: Case, seed: int) -> No
     rng = random.Random(seed)
     device = rng.choice([d for d, count in enumerate(table.board.counts) if count])
     count = int(table.board.counts[device])
-    cells, undo = compiled.times.num_cells, table.undo
-    if moves.shift(table.board, undo, cells, device, rng.randrange(count), rng.randint(-9, 9)):
+    undo = table.undo
+    if moves.shift(table, device, rng.randrange(count), rng.randint(-9, 9)):
         before = device_peak_bytes(case.problem, device, read(compiled, table)[device])
         low = rng.randint(0, int(undo.low[device]))
         high = rng.randint(int(undo.high[device]), count)
         relax(stretch_of(table, device, low, high))
         assert device_peak_bytes(case.problem, device, read(compiled, table)[device]) <= before
-        if make_room(table.board, undo, table.times, table.memory, device, seeded(seed)):
+        if make_room(table, device, seeded(seed)):
             low, high = min(low, int(undo.low[device])), max(high, int(undo.high[device]))
             settle(stretch_of(table, device, low, high), rng.randint(0, 4))
             trim(table.board, undo, device)
@@ -305,7 +279,7 @@ def test_trimmed_is_what_differs(case: Case, seed: int) -> None:
     count = int(table.board.counts[device])
     for _ in range(2):
         place, distance = rng.randrange(count), rng.randint(-3, 3)
-        moves.shift(table.board, table.undo, compiled.times.num_cells, device, place, distance)
+        moves.shift(table, device, place, distance)
     if table.undo.sizes[0]:
         trim(table.board, table.undo, device)
         old, new = case.programs[device], read(compiled, table)[device]

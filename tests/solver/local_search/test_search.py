@@ -21,7 +21,6 @@ from optpipe_solver.jit import seeded
 from optpipe_solver.local_search.annealing import best_rows, make_fit, table_for
 from optpipe_solver.local_search.propose import everywhere, some_stretch
 from optpipe_solver.local_search.search import (
-    _LocalSearch,
     improve_by_local_search,
     improve_by_stretches,
 )
@@ -204,14 +203,6 @@ def test_it_looks_often_enough_whether_to_stop_at_any_size() -> None:
     improve_by_local_search(best, Stop(0.01))
     # A busy machine may halt once, a search that forgets to look does so each time.
     assert any(longest_without_a_look(best) < 0.4 for _ in range(3))
-
-
-def test_it_keeps_as_much_time_for_an_offer_as_evaluating_took() -> None:
-    """And a few us per action to write it down: more would end a short turn at its first gain."""
-    best = serially(offload_problem(m=300))
-    best.evaluate_s = 0.25
-    num_actions = sum(map(len, best.programs or ()))
-    assert 0.25 < _LocalSearch(best, 0, ()).offer_s < 0.25 + 5e-6 * num_actions
 
 
 # --- Coolings of one stretch of time: which places it has, and that only they are moved from.

@@ -30,7 +30,8 @@ from tests.strategies import Case, cases, documents, few, random_programs, tight
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.jit import Draw
-    from optpipe_solver.local_search.annealing import Course, Table
+    from optpipe_solver.local_search.annealing import Course
+    from optpipe_solver.local_search.board import Table
 
 MOVES = 60
 WHOLE = 1 << 30
