@@ -89,6 +89,7 @@ _ASKED = {
     "slices": ("1f1b", "ours"),
 }
 """The contestants of each suite; ``families`` also leave the rows of some of them."""
+_WORK = {"instances": 0.0, "menus": 4.0, "pairs": 4.0, "slices": 1.0}
 _SOLVERS = (*CONTESTANTS, "v1")
 _OFFLOADING = ("po-h", "po-f", "ada-offload")
 _TOLERANCE = 1e-6
@@ -232,21 +233,20 @@ def _at(answer: PeerAnswer, mark: float) -> tuple[float | None, float]:
 
 def contest(options: argparse.Namespace, only: Sequence[str] = ()) -> list[BenchRow]:
     """Run the contest on a suite, or on some of its problems; append every row as it comes."""
-    old = [] if options.again else read_rows(BenchRow, options.results)
+    old = read_rows(BenchRow, options.results)
     known = read_known()
     rows = []
     for name, problem in SUITES[options.suite]():
         if not (name in only if only else fnmatch.fnmatch(name, options.only)):
             continue
-        key = name, _hash(problem), commit(), options.work
-        there = [
-            row
-            for row in old
-            if (row.instance, row.problem_hash or key[1], row.commit, row.work) == key
-        ]
+        key = name, _hash(problem), options.work
+        there = [row for row in old if (row.instance, row.problem_hash or key[1], row.work) == key]
         one = Contest(name, problem, options)
-        one.spent_s = max((row.process_cpu_s for row in there if row.solver == "ours"), default=0)
-        for row in one.rows({row.solver for row in there}):
+        one.spent_s = next(
+            (row.process_cpu_s for row in reversed(there) if row.solver == "ours"), 0.0
+        )
+        done = {row.solver for row in there if row.commit == commit() and not options.again}
+        for row in one.rows(done):
             print(_line(row), flush=True)
             rows.append(row)
             if options.smoke:
@@ -376,7 +376,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--ours-seconds", type=float, default=60.0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", type=float, default=0.0, help="units instead of seconds")
+    parser.add_argument("--work", type=float, help="units instead of seconds; 0: seconds")
     parser.add_argument("--solvers", nargs="+", choices=_SOLVERS, help="those of the suite")
     parser.add_argument("--again", action="store_true", help="run what is already there")
     parser.add_argument("--smoke", action="store_true", help="a few small ones; write nothing")
@@ -384,6 +384,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path)
     options = parser.parse_args(arguments)
     options.results = options.results or results_of(options.suite)
+    options.work = _WORK[options.suite] if options.work is None else options.work
     options.solvers = options.solvers or _ASKED[options.suite]
     return options
 

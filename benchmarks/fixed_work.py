@@ -65,7 +65,7 @@ def _rows(suite: str, only: str, work: float) -> Iterator[WorkRow]:
         began = time.process_time()
         result = solve(problem, work_limit=work, time_limit_s=_TIME_LIMIT_S)
         if result.schedule is None or result.bound_ms is None:
-            print(f"{name}: {result.status.value}", flush=True)
+            print(f"{name}: {result.status.value}, no schedule", flush=True)
             continue
         provenance = result.schedule.provenance
         yield WorkRow(
@@ -110,6 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         faults += [f"{row.name}: {why}" for why in reasons]
         if options.write:
             write_rows(rows, options.write, keep=False)
+    missing = before.keys() - {row.name for row in rows}
+    faults += [
+        f"{name}: no schedule any more"
+        for name in sorted(missing)
+        if fnmatch.fnmatch(name, options.only)
+    ]
     compared = sum(row.name in before for row in rows)
     seconds = sum(row.cpu_seconds for row in rows)
     print(f"{len(rows)} instances, {compared} compared, {len(faults)} worse, {seconds:.0f} CPU s")

@@ -22,6 +22,7 @@ from optpipe.errors import (
     ServiceUnreachableError,
     WorldError,
 )
+from optpipe.requests import SolveRequest, TuneRequest
 from optpipe_api.errors import KeyNameError, NoKeysError, ServerBusyError, StoreUnavailableError
 from optpipe_api.http_errors import response_to, status_of
 
@@ -104,6 +105,14 @@ def test_a_code_of_the_future_is_a_plain_service_error() -> None:
         answer = httpx.Response(418, headers=headers, json={"code": code, "detail": "why"})
         error = read_error(answer)
         assert (type(error), str(error)) == (ServiceError, "why")
+
+
+def test_a_name_that_no_request_knows_goes_where_the_service_can_suggest_another() -> None:
+    """Options of a newer service pass, too; a tune has its own fields as keywords."""
+    body = make_body({"problem": {}, "time_limit": 5, "tags": ["a"], "seed": None}, SolveRequest)
+    assert body == {"problem": {}, "tags": ["a"], "options": {"time_limit": 5}}
+    tune = make_body({"gpu": "h100", "sequnce": 8192, "time_limit_s": 5}, TuneRequest)
+    assert tune == {"gpu": "h100", "sequnce": 8192, "options": {"time_limit_s": 5}}
 
 
 def test_a_config_with_infinity_is_sent_as_json() -> None:

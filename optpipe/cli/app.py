@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,6 +132,19 @@ def run(arguments: Sequence[str] | None = None) -> None:
     Without ``arguments`` it is its own process and exits without waiting for threads of a solve.
     """
     try:
+        _run(arguments)
+    except SystemExit as leave:
+        # A solve may leave threads, which can take long to reach their next check.
+        solves = [thread for thread in threading.enumerate() if thread.name.startswith("solve-")]
+        if arguments is None and isinstance(leave.code, int) and solves:
+            with suppress(OSError):
+                sys.stderr.flush()
+            os._exit(leave.code)
+        raise
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    try:
         try:
             _program()(args=arguments, prog_name="optpipe")
         except OptPipeError as error:
@@ -143,7 +157,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except OSError as error:
-        if error.errno not in _WRITE_ERRORS:
+        # An error that names a file is not one of the standard output.
+        if error.errno not in _WRITE_ERRORS or error.filename is not None:
             raise
         # Python flushes again at its end, and would print a stack trace.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -151,10 +166,3 @@ def run(arguments: Sequence[str] | None = None) -> None:
             reason = f"cannot write the output: {error.strerror}"
             print_error(InputError(f"{reason}; make space, or write to another place"))
         sys.exit(FAILURE)
-    except SystemExit as leave:
-        # A solve may leave threads, which can take long to reach their next check.
-        solves = [thread for thread in threading.enumerate() if thread.name.startswith("solve-")]
-        if arguments is None and isinstance(leave.code, int) and solves:
-            sys.stderr.flush()
-            os._exit(leave.code)
-        raise

@@ -82,6 +82,8 @@ def compare(
             console.print(line, markup=False)
 
     text = f"comparing every method; the optimiser takes up to {limit_s:g} s"
+    if not console.is_terminal:  # a status line is shown on a terminal only
+        console.print(text, markup=False)
     with cli.needs_extra("solver"), cli.interruptible() as stop, console.status(text) as status:
         from optpipe_solver.compare import Workload
         from optpipe_solver.compare import compare as compare_methods

@@ -196,7 +196,10 @@ def _read_known_rows(output: Path | None, variations: Sequence[Variation]) -> di
             f"{output} has rows that are not of this sweep, the first is {others[0]!r}; give "
             "another file"
         )
-    return {row["problem_hash"]: row for row in rows}
+    known: dict[str, SweepRow] = {}
+    for row in rows:  # two combinations may be the same problem
+        known[row["problem_hash"]] = _take_known(row, known.get(row["problem_hash"]))
+    return known
 
 
 def _take_known(row: SweepRow, known: SweepRow | None) -> SweepRow:
@@ -205,15 +208,16 @@ def _take_known(row: SweepRow, known: SweepRow | None) -> SweepRow:
         return row
     both = (row, known)
     found = [one for one in both if one["objective_ms"] is not None]
-    best = min(found, key=lambda one: one["objective_ms"] or 0.0, default=row)
+    ended = [one for one in both if one["state"] in _DONE]
+    last = ended[0] if ended else row
+    best = min(found, key=lambda one: one["objective_ms"] or 0.0, default=last)
     bound_ms = max((one["bound_ms"] for one in both if one["bound_ms"] is not None), default=None)
-    ended = [one["state"] for one in both if one["state"] in _DONE]
     best_ms = best["objective_ms"]
     return {
         **best,
         "index": row["index"],
         "values": row["values"],
-        "state": ended[0] if ended else best["state"],
+        "state": last["state"] if ended else best["state"],
         "bound_ms": bound_ms,
         "gap": None if best_ms is None else gap_of(best_ms, bound_ms),
     }

@@ -37,7 +37,15 @@ from optpipe.evaluate import evaluate
 from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.problem import Problem
-from optpipe.requests import CompareOptions, JobKind, SolveOptions, SubmitOptions, TuneOptions
+from optpipe.requests import (
+    CompareRequest,
+    FollowRequest,
+    JobKind,
+    SolveOptions,
+    SolveRequest,
+    SweepRequest,
+    TuneRequest,
+)
 from optpipe.schedule import Provenance
 
 if TYPE_CHECKING:
@@ -93,14 +101,14 @@ class _AsyncConnection:
     async def submit(
         self,
         endpoint: Endpoint[AnswerT],
-        options: type[Request],
+        request: type[Request],
         *,
         wait_s: float = 0.0,
         idempotency_key: str | None = None,
         **fields: Any,
     ) -> AnswerT:
         """Return what the endpoint answers to a body of ``fields``, some of which are options."""
-        body = make_body(fields, options)
+        body = make_body(fields, request)
         return await self.call(endpoint, json=body, wait_s=wait_s, idempotency_key=idempotency_key)
 
     async def send(
@@ -399,7 +407,7 @@ class AsyncClient:
         name = "model" if isinstance(problem, Model) else "problem"
         document = {name: to_document(problem)}
         return await self._connection.submit(
-            endpoints.SUBMIT_JOB, SubmitOptions, **document, **arguments
+            endpoints.SUBMIT_JOB, SolveRequest, **document, **arguments
         )
 
     async def job(self, job: Job | str) -> Job:
@@ -582,7 +590,7 @@ class AsyncClient:
         document = to_document(problem)
         job = await self._connection.submit(
             endpoints.SUBMIT_COMPARISON,
-            CompareOptions,
+            CompareRequest,
             problem=document,
             workload=workload,
             **options,
@@ -610,7 +618,7 @@ class AsyncClient:
         ``arguments`` are those of `optpipe.client.arguments.TuneArguments`. Raises
         `RequestRefusedError` if the service does not support them.
         """
-        return await self._connection.submit(endpoints.SUBMIT_TUNE, TuneOptions, **arguments)
+        return await self._connection.submit(endpoints.SUBMIT_TUNE, TuneRequest, **arguments)
 
     async def tune(self, **arguments: Unpack[TuneArguments]) -> Tuned:
         """Return the fastest configuration for a model, GPUs and a batch, with its certificate.
@@ -678,7 +686,7 @@ class AsyncClient:
         else:
             source = {"problems": [to_document(one) for one in problem]}
         view = await self._connection.submit(
-            endpoints.SUBMIT_BATCH, SolveOptions, **source, **arguments
+            endpoints.SUBMIT_BATCH, SweepRequest, **source, **arguments
         )
         return AsyncBatch(self._connection, view.id)
 
@@ -700,7 +708,7 @@ class AsyncClient:
         """
         view = await self._connection.submit(
             endpoints.SUBMIT_BATCH,
-            SolveOptions,
+            SweepRequest,
             what_if=check_id(job),
             priority=priority,
             idempotency_key=idempotency_key,
@@ -745,7 +753,7 @@ class AsyncClient:
         )
         return await self._connection.submit(
             endpoints.SUBMIT_FOLLOW,
-            SolveOptions,
+            FollowRequest,
             problem=to_document(problem),
             schedule=running.model_dump(mode="json", by_alias=True),
             measurements=measurements.model_dump(mode="json", exclude_defaults=True),

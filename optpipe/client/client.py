@@ -37,7 +37,15 @@ from optpipe.evaluate import evaluate
 from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.problem import Problem
-from optpipe.requests import CompareOptions, JobKind, SolveOptions, SubmitOptions, TuneOptions
+from optpipe.requests import (
+    CompareRequest,
+    FollowRequest,
+    JobKind,
+    SolveOptions,
+    SolveRequest,
+    SweepRequest,
+    TuneRequest,
+)
 from optpipe.schedule import Provenance
 
 if TYPE_CHECKING:
@@ -93,14 +101,14 @@ class _Connection:
     def submit(
         self,
         endpoint: Endpoint[AnswerT],
-        options: type[Request],
+        request: type[Request],
         *,
         wait_s: float = 0.0,
         idempotency_key: str | None = None,
         **fields: Any,
     ) -> AnswerT:
         """Return what the endpoint answers to a body of ``fields``, some of which are options."""
-        body = make_body(fields, options)
+        body = make_body(fields, request)
         return self.call(endpoint, json=body, wait_s=wait_s, idempotency_key=idempotency_key)
 
     def send(
@@ -398,7 +406,7 @@ class Client:
         """
         name = "model" if isinstance(problem, Model) else "problem"
         document = {name: to_document(problem)}
-        return self._connection.submit(endpoints.SUBMIT_JOB, SubmitOptions, **document, **arguments)
+        return self._connection.submit(endpoints.SUBMIT_JOB, SolveRequest, **document, **arguments)
 
     def job(self, job: Job | str) -> Job:
         """Return the current state of a job, with its trace."""
@@ -576,7 +584,7 @@ class Client:
         document = to_document(problem)
         job = self._connection.submit(
             endpoints.SUBMIT_COMPARISON,
-            CompareOptions,
+            CompareRequest,
             problem=document,
             workload=workload,
             **options,
@@ -604,7 +612,7 @@ class Client:
         ``arguments`` are those of `optpipe.client.arguments.TuneArguments`. Raises
         `RequestRefusedError` if the service does not support them.
         """
-        return self._connection.submit(endpoints.SUBMIT_TUNE, TuneOptions, **arguments)
+        return self._connection.submit(endpoints.SUBMIT_TUNE, TuneRequest, **arguments)
 
     def tune(self, **arguments: Unpack[TuneArguments]) -> Tuned:
         """Return the fastest configuration for a model, GPUs and a batch, with its certificate.
@@ -671,7 +679,7 @@ class Client:
             raise InputError("axes vary one problem, not a list of them; give one of both")
         else:
             source = {"problems": [to_document(one) for one in problem]}
-        view = self._connection.submit(endpoints.SUBMIT_BATCH, SolveOptions, **source, **arguments)
+        view = self._connection.submit(endpoints.SUBMIT_BATCH, SweepRequest, **source, **arguments)
         return Batch(self._connection, view.id)
 
     def what_if(
@@ -692,7 +700,7 @@ class Client:
         """
         view = self._connection.submit(
             endpoints.SUBMIT_BATCH,
-            SolveOptions,
+            SweepRequest,
             what_if=check_id(job),
             priority=priority,
             idempotency_key=idempotency_key,
@@ -737,7 +745,7 @@ class Client:
         )
         return self._connection.submit(
             endpoints.SUBMIT_FOLLOW,
-            SolveOptions,
+            FollowRequest,
             problem=to_document(problem),
             schedule=running.model_dump(mode="json", by_alias=True),
             measurements=measurements.model_dump(mode="json", exclude_defaults=True),

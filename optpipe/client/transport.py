@@ -37,6 +37,7 @@ from optpipe.errors import (
 from optpipe.formats.json import load_schedule
 from optpipe.model import Model
 from optpipe.problem import Problem
+from optpipe.requests import TuneOptions, TuneRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -307,14 +308,22 @@ def drop_none(**values: Any) -> dict[str, Any]:
     }
 
 
-def make_body(fields: Mapping[str, Any], options: type[Request] | None = None) -> dict[str, Any]:
-    """Return the body of a request: the fields that are not None, options of a search together."""
+def make_body(fields: Mapping[str, Any], request: type[Request] | None = None) -> dict[str, Any]:
+    """Return the body of a request: the fields that are not None, options of a search together.
+
+    A name that is no field of ``request`` is an option, so that the service can say what it knows.
+    The fields of a tune are keywords like its options: there only known options are such.
+    """
     body = drop_none(**fields)
     if "config" in body:
         # Python writes Infinity into a config.json and reads it, but JSON does not have it.
         body["config"] = json.loads(json.dumps(body["config"]), parse_constant=str)
-    names = options.model_fields if options is not None else {}
-    if chosen := {name: body.pop(name) for name in names if name in body}:
+    if request is None:
+        return body
+    options = body.keys() - request.model_fields.keys()
+    if request is TuneRequest:
+        options &= TuneOptions.model_fields.keys()
+    if chosen := {name: body.pop(name) for name in fields if name in options}:
         body["options"] = chosen
     return body
 

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import fixed_work
 from benchmarks.bench import SMOKE, broken
 from benchmarks.fixed_work import BASELINE, WorkRow, worse
 from benchmarks.jobs import BestLegal
@@ -25,6 +27,7 @@ from benchmarks.ledger import (
     write_rows,
 )
 from docs.generators import find_subject
+from optpipe_solver.budget import SolveStatus
 from tests.building import one_f_one_b, problem, programs, stage
 
 ROW = BenchRow(
@@ -71,6 +74,14 @@ def test_what_is_worse_with_the_same_work_is_said() -> None:
     assert worse(replace(before, objective=100.0 + 1e-8, bound=90.0), before) == []
     assert worse(replace(before, objective=99.0, bound=80.0 - 1e-9), before) == []
     assert len(worse(replace(before, objective=100.1, bound=79.9), before)) == 2
+
+
+def test_a_problem_that_lost_its_schedule_is_worse(monkeypatch) -> None:
+    """Rows of other problems, which are not solved, say nothing."""
+    none = SimpleNamespace(status=SolveStatus.UNKNOWN, schedule=None, bound_ms=1.0)
+    monkeypatch.setattr(fixed_work, "solve", lambda *_, **__: none)
+    with pytest.raises(SystemExit, match=r"parking-p4-m7: no schedule any more$"):
+        fixed_work.main(["--only", "parking-*"])
 
 
 def test_the_rows_compared_with_are_of_every_instance() -> None:

@@ -96,7 +96,9 @@ def test_a_contest_leaves_a_row_of_each_contestant_and_does_not_repeat_it(tmp_pa
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("suite", ["menus", "pairs", "slices"])
+@pytest.mark.parametrize(
+    "suite", ["menus", "pairs", pytest.param("slices", marks=pytest.mark.extended)]
+)
 def test_the_results_have_every_problem_of_a_suite(suite) -> None:
     """Rows with work limits, so that a busy machine changed nothing."""
     names = set(problems()) if suite == "menus" else {name for name, _ in SUITES[suite]()}

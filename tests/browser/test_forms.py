@@ -179,3 +179,23 @@ def test_the_start_sends_numbers_and_switches_and_shows_them_again(visit: Visit)
     visit.open(f"?ask={page.get_attribute('#job', 'data-id')}")
     for name, text in (texts | choices).items():
         assert page.input_value(f"#ask [name={name}]") == text, name
+
+
+RANGES = {
+    "pp": {"": False, "0": False, "4097": False, "1.5": False, "4096": True},
+    "dp": {"": False, "8": True},
+    "modes": {"0": True, "65": False},
+    "time_limit_s": {"": False, "0": False, "3601": False, "3600": True},
+}
+
+
+def test_a_number_outside_of_its_range_is_invalid(visit: Visit) -> None:
+    page = visit.open()
+    cases = [(name, *case) for name, texts in RANGES.items() for case in texts.items()]
+    for name, text, is_valid in cases:
+        answer = page.eval_on_selector(
+            f"#compose [name={name}]",
+            "(input, text) => { input.value = text; return input.checkValidity(); }",
+            text,
+        )
+        assert answer == is_valid, (name, text)

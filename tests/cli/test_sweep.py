@@ -208,6 +208,22 @@ def test_a_stopped_sweep_makes_no_row_of_the_file_worse(
     assert [row["state"] for row in read(table)] == ["cancelled"] * 2
 
 
+def test_of_two_combinations_that_are_one_problem_the_better_row_is_known(
+    optpipe, problem_file, tmp_path, solved
+) -> None:
+    """A finished row counts, also before one that was cancelled."""
+    table = tmp_path / "t.csv"
+    same = ("sweep", problem_file, "--axis", "recompute=true,false", "-o", table)
+    assert optpipe(*same)[0] == 0
+    head, first, second = table.read_text(encoding="utf-8").splitlines()
+    second = second.replace("succeeded", "cancelled")
+    table.write_text(f"{head}\n{first}\n{second}\n", encoding="utf-8")
+    solved.clear()
+    assert optpipe(*same)[0] == 0
+    assert solved == []
+    assert [row["state"] for row in read(table)] == ["succeeded"] * 2
+
+
 def test_a_file_with_something_else_is_left_alone(optpipe, problem_file, tmp_path, solved) -> None:
     table = tmp_path / "t.csv"
     table.write_text("a,b\n", encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from optpipe import Problem, load_csv
+from optpipe import Problem, load_csv, simulate
 from optpipe.formats.exports import dump_chrome_trace
 from tests import building
 
@@ -120,3 +120,17 @@ def test_arrows_lead_from_each_pass_to_the_pass_of_another_device_that_needs_it(
     assert all(event["bp"] == "e" for event in ends["f"])
     arrows = {(slice_at(s), slice_at(f)) for s, f in zip(ends["s"], ends["f"], strict=True)}
     assert arrows == {("0F0", "1F0"), ("0F1", "1F1"), ("1B0", "0B0"), ("1B1", "0B1")}
+
+
+def test_every_action_that_takes_time_is_there_at_its_simulated_time(
+    problem, programs, events
+) -> None:
+    run = simulate(problem, programs)
+    drawn = {event["name"]: event for event in events if event["ph"] == "X"}
+    for action, at in zip(programs[0], run.times[0], strict=True):
+        if action.type == "RELEASE":
+            assert str(action) not in drawn
+            continue
+        assert drawn[str(action)]["ts"] == pytest.approx(at.start * 1e3, abs=1e-3)
+        assert drawn[str(action)]["dur"] == pytest.approx((at.end - at.start) * 1e3, abs=2e-3)
+    assert drawn["gradient reduction"]["dur"] == pytest.approx(700)

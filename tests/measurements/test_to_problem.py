@@ -369,3 +369,9 @@ def test_odd_messages_give_a_link_that_can_be(points, latency_ms, gb_per_s) -> N
     (fit,) = fit_links(messages(*points))
     assert fit.latency_ms == latency_ms
     assert fit.bandwidth_gb_per_s == (gb_per_s and pytest.approx(gb_per_s))
+
+
+def test_directions_are_links_of_their_own() -> None:
+    there, back = messages((10**6, 1.0))[0], Transfer(source=1, target=0, num_bytes=5, time_ms=1)
+    assert [(fit.source, fit.target) for fit in fit_links([back, there])] == [(0, 1), (1, 0)]
+    assert fit_links([]) == ()

@@ -23,7 +23,10 @@ from optpipe.planning import (
     total_parameters,
 )
 from optpipe.planning.parameters import (
+    embedding_parameters,
+    head_parameters,
     layer_parameters,
+    mtp_parameters,
 )
 
 # What the published checkpoints hold, to the last parameter (looked up: docs/estimate.md);
@@ -396,3 +399,21 @@ def test_what_json_lacks_matters_only_in_fields_that_are_read(name, constant) ->
 def test_what_is_no_json_object_is_refused(text) -> None:
     with pytest.raises(InputError):
         shape_from_config(text)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_make_the_whole(name) -> None:
+    shape = MODELS[name]
+    layers = sum(count * layer_parameters(shape, kind).total for kind, count in shape.kinds)
+    layers += shape.mtp * mtp_parameters(shape).total
+    shared = shape.vocab * shape.hidden if shape.tied else 0
+    parts = embedding_parameters(shape) + layers + head_parameters(shape) - shared
+    assert parts == total_parameters(shape)
+    assert shape.source
+
+
+def test_experts_are_spread() -> None:
+    shape = find_model("mixtral-8x7b")
+    whole, part = (layer_parameters(shape, shape.layer_kinds[0], ep=ep) for ep in (1, 4))
+    assert part.experts * 4 == whole.experts
+    assert part.common == whole.common

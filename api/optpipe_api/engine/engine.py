@@ -428,15 +428,15 @@ class SlotEngine:
         self._checked_at = time.time()
         self._slots = [_Slot() for _ in range(settings.solver_processes)]
         self._workers = self._open_workers()
-        steps: dict[str, Callable[[], None]] = {
-            "slots": self._serve_slots,
-            "leases": self._expire_leases,
-            "borrowed": self._return_borrowed,
-            "heartbeats": self._renew_leases,
-            "retention": self._delete_old,
+        steps: dict[str, tuple[Callable[[], None], float]] = {
+            "slots": (self._serve_slots, _PAUSE_S),
+            "leases": (self._expire_leases, _PAUSE_S),
+            "borrowed": (self._return_borrowed, _PAUSE_S),
+            "heartbeats": (self._renew_leases, _PAUSE_S),
+            "retention": (self._delete_old, _LONG_PAUSE_S),
         }
         self._threads = [
-            threading.Thread(target=self._repeat, args=(step,), name=name)
+            threading.Thread(target=self._repeat, args=(name, *step), name=name)
             for name, step in steps.items()
         ]
 
@@ -465,7 +465,8 @@ class SlotEngine:
         """Queue running jobs again with their incumbents; stop all processes and threads."""
         self._closing.set()
         self._interrupt_wait()
-        for thread in self._threads:
+        *threads, deleting = self._threads
+        for thread in threads:
             if thread.ident is not None:
                 thread.join()
         # A step that sends to a process that reads nothing ends with the process.
@@ -477,6 +478,9 @@ class SlotEngine:
         with self._open_workers() as workers:
             for step in (self._handle_news, self._drop):
                 list(workers.map(self._run, self._slots, [step] * len(self._slots)))
+        # Last: a deletion that waits for the database must not let leases expire.
+        if deleting.ident is not None:
+            deleting.join()
         self._wake.close()
         self._waker.close()
 
@@ -498,14 +502,14 @@ class SlotEngine:
     def _is_broken(self, slot: _Slot) -> bool:
         return slot.num_failed >= self._settings.max_attempts
 
-    def _repeat(self, step: Callable[[], None]) -> None:
-        """Repeat a step until the engine closes, whatever it raises."""
+    def _repeat(self, name: str, step: Callable[[], None], pause_s: float) -> None:
+        """Repeat a step until the engine closes; after an error it pauses."""
         while not self._closing.is_set():
             try:
                 step()
             except Exception as error:  # noqa: BLE001 - a thread that ends is lost
-                _report(error)
-                self._closing.wait(_PAUSE_S)
+                _report(error, name)
+                self._closing.wait(pause_s)
 
     # The waiting thread
 
@@ -888,12 +892,12 @@ def open_solvers(settings: Settings) -> Solvers:
     return RaySolvers(settings)
 
 
-def _report(error: Exception) -> None:
+def _report(error: Exception, step: str = "slots") -> None:
     """Log what a step raised, with its traceback if it is a fault of the engine."""
     if isinstance(error, StoreUnavailableError | SolverFailedError):
-        _log().warning(str(error), action=f"engine.{error.code}")
+        _log().warning(str(error), action=f"engine.{error.code}", step=step)
     else:
-        _log().error("a fault of the engine", action="engine.fault", exc_info=error)
+        _log().error("a fault of the engine", action="engine.fault", step=step, exc_info=error)
 
 
 def _log() -> structlog.stdlib.BoundLogger:

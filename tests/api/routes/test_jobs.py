@@ -498,3 +498,19 @@ def test_a_hit_shows_what_a_later_look_shows(caching) -> None:
     hit = submit(http).json()
     assert (hit["cache"], len(hit["trace"])) == ("hit", 1)
     assert http.get(f"/v1/jobs/{hit['id']}").json() == hit
+
+
+def test_every_reference_of_the_document_leads_somewhere(http) -> None:
+    text = http.get("/openapi.json").text
+    schemas = json.loads(text)["components"]["schemas"]
+    used = {part.partition('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert used <= set(schemas)
+    assert '"#/$defs' not in text
+
+
+def test_it_is_documented_field_by_field(http) -> None:
+    document = http.get("/openapi.json").json()
+    answer = document["paths"]["/v1/jobs/{job_id}/explanation"]["get"]["responses"]["200"]
+    schema = answer["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    fields = document["components"]["schemas"][schema]["properties"]
+    assert set(fields) == set(Explanation.model_fields)

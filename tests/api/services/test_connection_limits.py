@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from optpipe_api.access import ANYBODY, Principal, Role
+from optpipe_api.errors import TooManyFollowersError, TooManyFollowersOfKeyError
 from optpipe_api.services.events import ConnectionLimit, Purpose
 from optpipe_api.store import open_stores
 from tests.api.live import client, make_settings, running, two_stages, until
@@ -169,3 +170,27 @@ def test_open_connections_are_a_metric(crowd: Crowd) -> None:
             assert (shown("stream"), shown("wait")) == (2, 0)
         crowd.until(0, 0)
         assert shown("stream") == 0
+
+
+def test_connections_are_counted_per_server_and_per_key() -> None:
+    """A key's reader and its submitter are one; nobody takes another key's share for long."""
+    connections = ConnectionLimit(MOST, MOST_PER_KEY)
+    with connections.counted(ANN, Purpose.STREAM), connections.counted(ANN, Purpose.WAIT):
+        with pytest.raises(TooManyFollowersOfKeyError, match="the key 'ann' has 2"):
+            connections.counted(Principal("ann", Role.READ), Purpose.STREAM).__enter__()
+        with connections.counted(BOB, Purpose.STREAM):
+            with pytest.raises(TooManyFollowersError, match=r"3 event streams.*try again in 5 s"):
+                connections.counted(CLEO, Purpose.STREAM).__enter__()
+            assert connections.num_open(Purpose.STREAM) == 2
+        with connections.counted(CLEO, Purpose.WAIT):
+            assert connections.num_open(Purpose.WAIT) == 2
+    assert [connections.num_open(purpose) for purpose in Purpose] == [0, 0]
+    assert not connections._by_key
+
+
+def test_a_place_is_given_back_when_the_block_fails() -> None:
+    connections = ConnectionLimit(1, 1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), connections.counted(ANN, Purpose.WAIT):
+            raise ZeroDivisionError
+    assert connections.num_open(Purpose.WAIT) == 0

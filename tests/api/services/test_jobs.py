@@ -422,3 +422,20 @@ def test_a_plan_that_was_made_before_comes_with_its_problem(shelf) -> None:
     new: Any = complete_from_cache(plan, shelf.store)
     assert (new.cache, new.documents) == (Cache.HIT, {"model": "M"})
     assert new.finished.documents == {"problem": "P", "schedule": "S"}
+
+
+async def test_a_cancellation_reaches_store_engine_and_followers(bench: Bench) -> None:
+    job_id = bench.submit().id
+    following = asyncio.create_task(bench.collect(job_id))
+    await asyncio.sleep(0.05)
+    bench.jobs.cancel(job_id, ANYBODY)
+    assert texts(await following) == ["queued", "cancelled"]
+    assert bench.engine.cancelled == [job_id]
+
+
+async def test_more_time_wakes_the_engine(bench: Bench) -> None:
+    job_id = bench.submit().id
+    bench.jobs.cancel(job_id, ANYBODY)
+    bench.engine.woken = 0
+    assert bench.jobs.resume(job_id, 1.0, ANYBODY).state is JobState.QUEUED
+    assert bench.engine.woken == 1
