@@ -122,6 +122,8 @@ def check_spec(spec: PipelineSpec, found: Sequence[str] = ()) -> None:
     schedule, problem = spec.schedule, spec.problem
     num_ranks = dist.get_world_size(spec.group)
     if not faults:
+        attempt(lambda: preflight.check_cells(schedule), faults)
+    if not faults:
         attempt(lambda: preflight.check_ranks(schedule, num_ranks), faults)
     if not faults:
         stages = spec.stages

@@ -41,7 +41,7 @@ from optpipe.runtime.torch_names import (
     tree_leaves,
     tree_map,
 )
-from optpipe.schedule import ActionType
+from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe.memory import CellModes
-    from optpipe.schedule import Action, Program, Schedule
+    from optpipe.schedule import Program, Schedule
 
 __all__ = [
     "Needs",
@@ -62,6 +62,7 @@ __all__ = [
     "as_tensors",
     "attempt",
     "called",
+    "check_cells",
     "check_devices",
     "check_needs",
     "check_programs",
@@ -88,6 +89,17 @@ __all__ = [
 _log = logging.getLogger("optpipe.runtime.preflight")
 
 _OFFLOADED_OR_MADE_AGAIN = (ActionType.OFFLOAD, ActionType.RECOMPUTE)
+
+
+def check_cells(schedule: Schedule) -> None:
+    """Refuse cells that are no actions: a schedule made or changed by hand may hold anything."""
+    for device, program in enumerate(schedule.programs):
+        for index, cell in enumerate(program):
+            if not isinstance(cell, Action):
+                raise PreflightError(
+                    f"cell {index} of program {device} is {cell!r}, which is no action; "
+                    "read the schedule with Schedule.model_validate or load_schedule"
+                )
 
 
 def check_programs(schedule: Schedule, problem: Problem | None) -> None:

@@ -323,7 +323,9 @@ def _treatment(
     try:
         found = parse_treatment(mode.name)
     except PreflightError as error:
-        raise PreflightError(f"{label} cannot be run: {error}; rename it") from None
+        raise PreflightError(
+            f"{label} cannot be run: {error}; rename it in the problem and solve again"
+        ) from None
     by_numbers = (mode.recompute or "nothing", mode.offload_bytes > 0)
     by_name = (
         "apart" if found.apart else "inside" if found.again else "nothing",

@@ -155,14 +155,18 @@ def _compile_starts_and_bounds() -> None:
 
 def _compile_elsewhere() -> None:
     """Return when another process has compiled everything, or has failed to."""
-    with (_folder() / "optpipe.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process compiles
-            if _mark().exists():
-                return
-    _spawn(warm_up).wait()
+    try:
+        with (_folder() / "optpipe.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another process compiles
+                if _mark().exists():
+                    return
+        _spawn(warm_up).wait()
+    finally:
+        # Where the other process failed, this one loads and compiles: only kernels of its sources.
+        _begin_cache()
 
 
 def _begin_cache() -> None:

@@ -13,7 +13,9 @@ from optpipe import Problem, Schedule
 from optpipe.measurements import Measurements
 from optpipe.runtime import ActionTimer
 from optpipe.runtime.offload import PlainCopies
+from optpipe.runtime.timing import _OwnStep, _whole_steps
 from optpipe.schedule import ActionType
+from optpipe.simulate import Interval
 from tests.runtime import measured, schedules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -260,3 +262,13 @@ def test_before_the_first_sample_there_is_nothing_to_show(alone) -> None:
         timer.measurements()
     with pytest.raises(ValueError, match="every = 0: must be at least 1"):
         ActionTimer(runner, every=0)  # type: ignore[arg-type]
+
+
+def test_steps_of_two_ranks_are_placed_by_their_wall_clocks() -> None:
+    """The second rank's clock showed 5 ms more at its origin; the first start of all is 0."""
+    kept = [
+        [_OwnStep(3, wall_ms, (Interval(rank, "compute", None, start, start + 2),), [])]
+        for rank, (wall_ms, start) in enumerate([(1000.0, 4.0), (1005.0, 1.0)])
+    ]
+    (step,) = _whole_steps(kept)
+    assert [[(one.start, one.end) for one in row] for row in step.rows] == [[(0, 2)], [(2, 4)]]

@@ -61,6 +61,8 @@ STRAIGHT = schedules.make_schedule(PLAIN, schedules.one_f_one_b(4, 4))
 SPLIT = schedules.make_schedule(PLAIN, schedules.zero_bubble_h1(4, 4))
 SHORT = schedules.make_schedule(HALF, schedules.one_f_one_b(2, 4))
 OVER = STRAIGHT.model_copy(update={"problem_hash": TIGHT.problem_hash})
+ROWS = STRAIGHT.programs
+ODD = STRAIGHT.model_copy(update={"programs": [*ROWS[:2], ("2F0", *ROWS[2][1:]), ROWS[3]]})
 HASHES = f"ranks 0, 1, 3 {STRAIGHT.program_hash}; rank 2 {SPLIT.program_hash}"
 UNEVEN = "rank 0: the batch has 7 samples, which do not divide into 4 micro-batches"
 
@@ -75,6 +77,7 @@ REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "an uneven batch": (([STRAIGHT] * 4, PLAIN, 0, {0: 7}), UNEVEN),
     "an uneven target": (([STRAIGHT] * 4, PLAIN, 0, {3: 6}), "rank 3: the target has 6 samples"),
+    "no action": (([ODD] * 4,), "cell 0 of program 2 is '2F0', which is no action"),
 }
 
 

@@ -310,6 +310,27 @@ def late():
         gate.set()
 
 
+def test_a_step_ends_with_its_device_and_not_with_what_a_cut_connection_left(world, late):
+    """Others cut their connections: the device goes on with anything, the host hears nothing."""
+    marks, gates = late
+    first, failing = world({"marks": marks}, {}, poll_s=0.5)
+
+    def cut():
+        until(lambda: len(gates) == 3)
+        failing.fails()
+        for gate in gates.values():
+            gate.set()
+
+    def body():
+        first.activity.begin(ACTION)
+        first.activity.end()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    assert str(first.runs(body)) == f"{OTHER}rank 1, step 3: ValueError: boom"
+    thread.join()
+
+
 class _TimedEvent:
     """The device gets there when its clock says so."""
 

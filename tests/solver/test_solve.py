@@ -1,5 +1,7 @@
 """``solve`` and ``compare``: never worse than a start, honest about what is proven."""
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -307,3 +309,25 @@ def test_bad_options_are_refused(options: dict[str, object], said: str) -> None:
     """Value, rule, fix."""
     with pytest.raises(InputError, match=said):
         solve(parked_problem(), **options)  # type: ignore[arg-type]
+
+
+def test_an_interpreter_exits_at_once_after_a_solve() -> None:
+    """No thread of a cancelled solve holds it up."""
+    script = (
+        "from optpipe_solver import solve\n"
+        "from tests.solver.test_solve import large_problem\n"
+        "solve(large_problem(), time_limit_s=60, should_stop=lambda: True)\n"
+        "print('returned', flush=True)\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "returned\n"
+        began = time.perf_counter()
+        assert child.wait() == 0
+        assert time.perf_counter() - began < 5

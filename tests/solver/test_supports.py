@@ -13,8 +13,8 @@ from optpipe import InputError, Problem
 from optpipe.problem import Microbatch
 from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.bounds import Paths, lower_bounds, work_bound
-from optpipe_solver.bounds.bound import paired_load_ms, paired_memory_ms
+from optpipe_solver.bounds import Paths, lower_bound, lower_bounds, work_bound
+from optpipe_solver.bounds.bound import paired_load_ms, paired_memory_ms, shortened
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.fifo_search import search_fifo_beam
@@ -115,6 +115,7 @@ PROVERS: dict[str, Callable[[Problem, float], float]] = {
     "dispatching": _dispatched_ms,
     "replan": lambda posed, _: replan(posed, work=1_000).bound_ms or 0.0,
     "peaks": _improved(lower_peaks),
+    "shortened": lambda posed, _: lower_bound(shortened(posed)).ms,
     "exact search": _improved(improve_by_exact_search),
     "beam": _improved(improve_by_beam),
     "milp": _improved(improve_by_milp),

@@ -106,6 +106,27 @@ def test_the_search_waits_for_another_process_and_its_kernels_run_as_python_mean
     assert again()
 
 
+def test_kernels_of_other_sources_are_gone_also_where_nobody_could_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that compiles ends at once: what this one compiles meets no old kernel."""
+    folder = tmp_path / "local_search_abc"
+    folder.mkdir()
+    stale = folder / "annealing.anneal-1.py311.nbi"
+    stale.write_text("old")
+    monkeypatch.setattr(warm, "_folder", lambda: folder)
+    monkeypatch.setattr(warm, "_background", None)
+    monkeypatch.setattr(warm, "_spawn", lambda _: subprocess.Popen(["false"]))
+    monkeypatch.setattr(warm, "interpret_while", lambda *_: None)
+    is_ready = warm.warm_in_background(warm._tight([0, 1]))
+    assert warm._background is not None
+    warm._background.join()
+    assert is_ready()
+    assert not stale.exists()
+    assert warm._mark("begun").exists()
+
+
+@pytest.mark.extended
 def test_where_nothing_is_writable_each_process_compiles_for_itself_and_says_so_once() -> None:
     """Importing the solver does not fail there, and no second solve compiles again."""
     code = (

@@ -118,8 +118,7 @@ def split(model: nn.Module, layers_per_stage: Sequence[int], *, check: bool = Tr
             for name in ("wpe", "drop"):
                 if hasattr(decoder, name):
                     setattr(decoder, name, _Nothing() if name == "wpe" else Passed())
-        part.takes_tokens = not index  # type: ignore[assignment]
-        part.forward = MethodType(_run_stage, part)
+        part.forward = MethodType(_of_states if index else _of_tokens, part)
         stages.append(part)
     stages.ties = ties_of(stages)
     if check:
@@ -375,22 +374,38 @@ def _keep_layers(part: Any, config: Any, start: int, end: int) -> None:
         module.config = own
 
 
-def _run_stage(
+def _of_tokens(
     self: Any,
-    given: Tensor,
+    input_ids: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Run a stage's layers on token ids (first stage) or hidden states; return its output."""
+    """Run the first stage's layers."""
+    return _run(self, attention_mask, position_ids, input_ids=input_ids)
+
+
+def _of_states(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """Run the layers of a later stage."""
+    return _run(self, attention_mask, position_ids, inputs_embeds=hidden_states)
+
+
+def _run(
+    stage: Any, attention_mask: Tensor | None, position_ids: Tensor | None, **given: Tensor
+) -> Tensor:
     found: Tensor = (
-        type(self)
+        type(stage)
         .forward(
-            self,
+            stage,
             attention_mask=attention_mask,
             position_ids=position_ids,
             use_cache=False,
             return_dict=True,
-            **{"input_ids" if self.takes_tokens else "inputs_embeds": given},
+            **given,
         )
         .logits
     )

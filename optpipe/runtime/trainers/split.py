@@ -276,7 +276,7 @@ def _outcome_of(named: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> _
         for leaf in (_real(leaf) for _, leaf in outputs)
         if leaf.requires_grad
     ]
-    gradients: Iterable[Tensor] = ()
+    gradients: Iterable[Tensor] = [torch.zeros_like(one) for one in parameters.values()]
     if products and parameters:
         total = torch.stack([one.sum().to(products[0]) for one in products]).sum()
         gradients = torch.autograd.grad(total, list(parameters.values()), materialize_grads=True)
@@ -284,7 +284,7 @@ def _outcome_of(named: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> _
         [(name, leaf.detach()) for name, leaf in outputs],
         [
             (f"the gradient of {name}, not in outputs", one)
-            for name, one in zip(parameters, gradients, strict=False)
+            for name, one in zip(parameters, gradients, strict=True)
         ],
     )
 

@@ -11,6 +11,12 @@ D is what heads and tails allow and fits into the device's memory (docs/bounds.m
 *Pairs*: where forwards and backwards may run in pairs, every bound already subtracts the time that
 F hides (`optpipe_solver.bounds.relaxation.hidden_in_pairs`).
 
+*Shortened backwards.* Take every backward shorter by the maximum that it can hide in a pair, and
+allow no pairs. Any schedule becomes a schedule of that problem, with at most the same length and
+memory. A pair of ``F + B - x`` becomes B, then F, one after the other in the same time. B ends
+within the time of the pair; everything else ends no later than before. This bound is stronger where
+few backwards may pair.
+
 *Pairs begin late.* On a device no pair starts before ``e``, when its first backward can start: each
 pair holds one. A path keeps its full times. A pair lasts at least as long as each of its two passes
 (hidden_ms is at most the shorter). Between ``h``, when its first forward can start, and ``e`` the
@@ -62,6 +68,7 @@ __all__ = [
     "lower_bounds",
     "paired_load_ms",
     "paired_memory_ms",
+    "shortened",
     "window_ms",
     "work_bound",
 ]
@@ -78,6 +85,25 @@ def _refuse_unless_even_makespan(part: str, problem: Problem) -> None:
     is_supported = problem.is_even and problem.objective == "makespan"
     rule = "equal micro-batches in a free order, and the objective makespan"
     refuse_unless(is_supported, part, problem, rule)
+
+
+def shortened(problem: Problem) -> Problem:
+    """Return the problem without pairs whose backwards are shorter by what they could hide."""
+    refuse_unless(problem.is_even, "shortened", problem, "equal micro-batches in a free order")
+    backward = _most_hidden(problem)
+    stages = []
+    for index, stage in enumerate(problem.stages):
+        changed: dict[str, object] = {
+            "backward_input_ms": _less(stage.backward_input_ms, backward[index, "I"]),
+        }
+        if backward[index, "I"] or backward[index, "B"]:
+            changed["backward_ms"] = _less(stage.fused_backward_ms, backward[index, "B"])
+        stages.append(stage.model_copy(update=changed))
+    return problem.model_copy(update={"stages": tuple(stages), "pairs": ()})
+
+
+def _less(ms: float, hidden_ms: float) -> float:
+    return max(0.0, ms - hidden_ms)
 
 
 def _most_hidden(problem: Problem) -> Mapping[tuple[int, str], float]:
@@ -538,6 +564,11 @@ def lower_bounds(
         found.append(Bound(max(load.least_ms for load in link_loads(problem)), "link-load"))
     if makespan and problem.has_modes:  # v1 problems keep the results that they had
         found.append(Bound(_drain_ms(paths), "weight-drain"))
+    if problem.pairs:
+        found += [
+            Bound(bound.ms, f"{bound.method}, shortened backwards")
+            for bound in lower_bounds(shortened(problem), should_stop=should_stop)
+        ]
     if makespan and problem.pairs:
         found.append(Bound(paired_load_ms(problem), "load with pairs"))
         found.append(Bound(paired_memory_ms(problem), "memory with pairs"))

@@ -244,7 +244,9 @@ class _Callbacks:
         highs.cbSimplexInterrupt += lambda event: self._guard(self._interrupt, event)
 
     def _guard(self, report: Callable[[Any], None], event: Any) -> None:
-        # An exception must not pass through HiGHS's own code.
+        # An exception must not pass through HiGHS's own code. After one, nothing is reported.
+        if self.raised is not None and report == self._solution:
+            return
         try:
             report(event)
         except BaseException as error:  # noqa: BLE001 - raised again when HiGHS has ended

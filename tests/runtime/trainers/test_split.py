@@ -310,3 +310,25 @@ class _OwnParameter(nn.Module):
 def test_what_does_not_fit_the_model_is_refused(model, given, text):
     with pytest.raises(PreflightError, match=text):
         split(model(), **given)
+
+
+def test_stages_without_a_gradient_that_the_model_has_are_refused():
+    """The stages end in frozen layers after an input without a gradient."""
+
+    class Detaching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+            self.head = nn.Linear(4, 4)
+            for one in (*self.blocks[2:], self.head):
+                one.requires_grad_(False)
+
+        def forward(self, state):
+            state = self.emb(state.detach())
+            for block in self.blocks:
+                state = block(state)
+            return self.head(state)
+
+    with pytest.raises(PreflightError, match=r"differ from the model in .*gradient of"):
+        split(Detaching(), [2, 2], sample=torch.randn(3, 4))
