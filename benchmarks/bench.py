@@ -13,8 +13,8 @@ Suites are those of `benchmarks.suites`. Contestants:
 * ``ours``: one solve. With ``--seconds`` its values at that time and at the end come from its
   trace. With ``--work`` each solve has one thread and so many units, so that a busy machine changes
   nothing.
-* ``v1``: `solve` with each menu cut down to keep, offload and recompute, and with the v1 problem
-  that these make, the better of the two. It has twice the work.
+* ``v1``: the better of two solves, so it has twice the work. One has each menu cut down to keep,
+  offload and recompute. The other has the v1 problem that these modes make.
 * ``milp``: the full-horizon model. ``cp-sat``: OR-tools. With ``--work`` it has the CPU seconds
   that ours took, and at least 20.
 
@@ -22,12 +22,18 @@ Suites are those of `benchmarks.suites`. Contestants:
 appended to ``results/SUITE.csv``, ``results/bench.csv`` for the instances. A row of this problem,
 commit and work is not run again without ``--again``. `benchmarks.ledger` reports on the rows.
 
-``--smoke`` runs a few small instances for seconds, writes nothing, and fails where a contestant has
-no legal schedule or ours is worse than the best family. ``--large`` solves four problems far above
-the others by ``optpipe solve``, with 60 and 120 seconds, and writes nothing. It fails where the
-command ends more than 5 s after its limit, takes more than 2 GB, or ends with more than 2% above
-the best family. The third has menus and links that queue, the fourth pairs and memory for 2p + 1
-chunks on a V: they must be legal in 10 s, with gaps of at most 3 and 5%.
+``--smoke`` runs a few small instances for seconds and writes nothing. It fails if a contestant has
+no legal schedule, or if ours is worse than the best family.
+
+``--large`` solves four problems far above the others by ``optpipe solve``, with 60 and 120 seconds,
+and writes nothing. It fails if the command
+
+* ends more than 5 s after its limit,
+* takes more than 2 GB, or
+* ends with more than 2% above the best family.
+
+The third problem has menus and links that queue. The fourth has pairs and memory for 2p + 1 chunks
+on a V. Both must have a legal schedule in 10 s, and gaps of at most 3 and 5%.
 """
 
 from __future__ import annotations
@@ -357,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.seconds, options.ours_seconds = _SMOKE_S, _SMOKE_OURS_S
         options.suite, options.work = "instances", 0.0
         options.solvers = ["families", "ours", "cp-sat"]
-    # Not at the top: CP-SAT's process imports this file, and OR-tools stands no HiGHS beside it.
+    # Not at the top: CP-SAT's process imports this file, and OR-tools cannot be loaded with HiGHS.
     from optpipe_solver import warm_up
 
     warm_up()  # a contestant with less time than that would end before its kernels are there

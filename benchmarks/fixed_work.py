@@ -3,11 +3,12 @@
     python -m benchmarks.fixed_work [SUITE] [--work 4] [--only PATTERN] [--tolerance 0.003]
         [--against FILE] [--write FILE]
 
-A solve with limited work is a function of problem, seed and limit, so two states of the solver can
-be compared row by row on a busy machine. Without ``--write`` nothing is written. ``--against`` is
-the file with the rows compared with. By default it is ``results/fixed_work.csv``, which has the
-instances. Exits with 1 where an objective is worse or a bound lower than there, by more than
-``--tolerance`` of it (1e-9).
+A solve with limited work is a function of problem, seed and limit. So two states of the solver can
+be compared row by row, also on a busy machine. Without ``--write`` nothing is written.
+
+``--against`` is the file with the rows compared with. By default it is ``results/fixed_work.csv``,
+which has the instances. The exit code is 1 if an objective is worse or a bound lower than there, by
+more than ``--tolerance`` of it (1e-9), or if a schedule is missing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _TIME_LIMIT_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkRow:
-    """What a solve with a work limit came to; times in ms, ``cpu_seconds`` of the whole solve."""
+    """The result of a solve with a work limit; times in ms, ``cpu_seconds`` of the whole solve."""
 
     name: str
     objective: float

@@ -170,7 +170,7 @@ def _v1_stage(stage: Stage) -> Stage:
 
 
 def as_v1(problem: Problem) -> Problem:
-    """Return a problem in v1's fields, each workspace the largest of the modes it stands for.
+    """Return a problem in v1's fields, each workspace the largest of the modes that it replaces.
 
     Uniform modes stay, which v1 cannot ask for.
     """

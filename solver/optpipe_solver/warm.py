@@ -165,7 +165,7 @@ def _compile_elsewhere() -> None:
                     return
         _spawn(warm_up).wait()
     finally:
-        # Where the other process failed, this one loads and compiles: only kernels of its sources.
+        # If the other process failed, this process compiles. It must load no old kernel.
         _begin_cache()
 
 

@@ -290,7 +290,7 @@ def _join(one: _PartCosts, two: _PartCosts) -> TracedLayer:
     ):
         logs = [[ran for kind in passes for ran in part.work[kind]] for part in (one, two)]
         found[f"{name}_launches"] = float(sum(ran.launches for ran in logs[0]))
-        # What tensor-parallel ranks exchange.
+        # The bytes that tensor-parallel ranks exchange.
         a, b = (sum(ran.collective.sent_bytes for ran in log if ran.collective) for log in logs)
         sizes[f"{name}_sent_bytes"] = round(a), round(b)
     for name, (a, b) in sizes.items():

@@ -330,7 +330,7 @@ def best_cut(
 
 
 @lru_cache(maxsize=4096)
-def _kept(key: tuple[object, ...]) -> list[BestCut]:  # noqa: ARG001 - what is found is kept by
+def _kept(key: tuple[object, ...]) -> list[BestCut]:  # noqa: ARG001 - the cache's key
     """Return the list that caches an answer, empty until there is one."""
     return []
 
