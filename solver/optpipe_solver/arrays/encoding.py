@@ -503,8 +503,9 @@ def evaluate_by_reference(problem: Problem, programs: Programs) -> Metrics | Non
     if find_violations(problem, programs):
         return None
     run = simulate_reference(problem, programs)
-    peaks = tuple(device_peak_bytes(problem, device, row) for device, row in enumerate(programs))
-    return Metrics(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))
+    peaks = tuple(device_peak_bytes(problem, d, p, run.modes[d]) for d, p in enumerate(programs))
+    hosts = host_peak_bytes(problem, programs, run.modes)
+    return Metrics(run.makespan_ms, run.span_ms, peaks, hosts)
 
 
 def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | None:
