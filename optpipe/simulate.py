@@ -412,9 +412,10 @@ class _LaneRun:
             ready: dict[int, float] = {}
             for action, at in zip(program, row, strict=True):
                 if action.type in (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD):
+                    ready.pop(action.stage, None)
                     ready[action.stage] = at.end
             free = 0.0
-            for stage, end in sorted(ready.items(), key=lambda one: (one[1], one[0])):
+            for stage, end in ready.items():
                 length = self.problem.stages[stage].grad_sync_ms
                 if length == 0:
                     continue

@@ -53,15 +53,6 @@ def test_every_feature_at_once() -> None:
     _say_the_same(*everything_at_once())
 
 
-def test_reductions_that_are_ready_at_once_run_in_the_order_of_stages() -> None:
-    """The sum of their times is the same to the last bit, whichever backward comes first."""
-    stages = [
-        stage(0, 0.2, 0.5, 0.2, backward_ms=0, grad_sync_ms=0.4),
-        stage(0, 0.3, 0.1, 0.3, backward_ms=0.2, grad_sync_ms=0.1),
-    ]
-    _say_the_same(problem(stages), programs("0F0 1F0 1B0 0B0"))
-
-
 TWO = problem([stage(0), stage(1)], m=2)
 HELD = problem([offloadable(0)], [bus()], m=1)
 AGAIN = problem([stage(0, recompute_ms=1, checkpoint_bytes=2)], m=1)
