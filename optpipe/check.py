@@ -101,22 +101,30 @@ def _judge(problem: Problem, programs: Programs) -> tuple[list[Violation], tuple
         )
         at = min(len(programs), len(problem.devices))
         return [Violation("programs.count", at, 0, message)], ()
+    modes = tuple(modes_of(problem, _existing(problem, program)) for program in programs)
     found = [
         violation
         for device, program in enumerate(programs)
-        for violation in islice(_program_violations(problem, device, program), _MOST)
+        for violation in islice(_program_violations(problem, device, program, modes[device]), _MOST)
     ]
     # A misplaced action is also missing where it belongs: the cell that exists is the one to mark.
     found.sort(key=lambda item: (item.code.startswith("missing"), item.device, item.index))
     if found or (found := list(_cyclic_waits(problem, programs))):
         return found, ()
-    modes = tuple(modes_of(problem, program) for program in programs)
     found += _device_overflows(problem, programs, modes)
     found += _host_overflows(problem, programs, modes)
     return found, modes
 
 
-def _program_violations(problem: Problem, device: int, program: Program) -> Iterator[Violation]:
+def _existing(problem: Problem, program: Program) -> Program:
+    """Return the actions whose stage and micro-batch exist."""
+    stages, m = len(problem.stages), problem.num_microbatches
+    return tuple(one for one in program if 0 <= one.stage < stages and 0 <= one.microbatch < m)
+
+
+def _program_violations(
+    problem: Problem, device: int, program: Program, modes: CellModes
+) -> Iterator[Violation]:
     position: dict[Action, int] = {}
     for index, action in enumerate(program):
         fault = _misplaced(problem, device, action)
@@ -125,15 +133,15 @@ def _program_violations(problem: Problem, device: int, program: Program) -> Iter
         if fault is not None:
             yield Violation(fault[0], device, index, fault[1])
         position.setdefault(action.bare, index)
-    modes = {action.cell: action.mode for action in program if action.type is _F}
+    named = {action.cell: action.mode for action in program if action.type is _F}
     for index, action in enumerate(program):
         for code, message in (
             *_order_faults(position, action, index),
-            *_mode_faults(problem, position, modes.get(action.cell, 0), action),
+            *_mode_faults(problem, position, named.get(action.cell, 0), action),
             *(_pair_faults(problem, program, index) if action.paired else ()),
         ):
             yield Violation(code, device, index, message)
-    yield from _uneven_modes(problem, device, program)
+    yield from _uneven_modes(problem, device, program, modes)
     yield from _out_of_turn(problem, device, position)
     for stage in problem.stages_of[device]:
         for microbatch in range(problem.num_microbatches):
@@ -299,14 +307,13 @@ def _unasked_or_missing(
         )
 
 
-def _uneven_modes(problem: Problem, device: int, program: Program) -> Iterator[Violation]:
+def _uneven_modes(
+    problem: Problem, device: int, program: Program, modes: CellModes
+) -> Iterator[Violation]:
     """Find cells whose mode differs from the first one's, where a stage has one for all."""
-    m = problem.num_microbatches
     uniform = {stage for stage in problem.stages_of[device] if problem.stages[stage].uniform_modes}
     if not uniform:
         return
-    own = [action for action in program if action.stage in uniform]
-    modes = modes_of(problem, [one for one in own if 0 <= one.microbatch < m])
     first: dict[tuple[int, int], int] = {}
     for index, action in enumerate(program):
         if action.stage in uniform and action.type is _F and action.cell in modes:

@@ -84,8 +84,8 @@ def verify(problem: Problem, schedule: Schedule) -> None:
     Raises `ScheduleMismatchError` if it was made for another problem, or has numbers that its
     programs do not have. Raises `IllegalScheduleError` if its programs break a rule.
     """
-    check_schedule(problem, schedule)
-    true = evaluate(problem, schedule.programs, schedule.provenance)
+    run = simulate(problem, schedule.programs, modes=check_schedule(problem, schedule))
+    true = evaluate(problem, schedule.programs, schedule.provenance, run=run)
     for name in ("makespan_ms", "span_ms", "peak_bytes", "host_peak_bytes", "objective"):
         said, is_so = getattr(schedule, name), getattr(true, name)
         if not _same(said, is_so):

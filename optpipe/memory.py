@@ -108,6 +108,9 @@ class MemoryStep:
     taken_at_start: bool
 
 
+_OF_MODES = {ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE}
+"""The kinds that may imply a mode other than keep (`Stage.implied_mode`)."""
+
 CellModes: TypeAlias = "Mapping[tuple[int, int], int]"
 """The mode of each (stage, micro-batch) of a program: its index in the stage's menu."""
 
@@ -119,8 +122,11 @@ def modes_of(problem: Problem, program: Iterable[Action]) -> CellModes:
     imply it. The program's stages must exist.
     """
     modes: dict[tuple[int, int], int] = {}
-    for stage, kind, microbatch, mode, _ in program:
-        if mode or (mode := problem.stage_of(stage, microbatch).implied_mode(kind)):
+    for stage, kind, microbatch, named, _ in program:
+        mode = named
+        if not named and kind in _OF_MODES:
+            mode = problem.stage_of(stage, microbatch).implied_mode(kind)
+        if mode:
             modes[stage, microbatch] = mode
         else:
             modes.setdefault((stage, microbatch), 0)

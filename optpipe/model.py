@@ -31,6 +31,7 @@ from optpipe.problem import (
     Stage,
     StageLayers,
 )
+from optpipe.stage import KEEP_ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -505,8 +506,7 @@ def _fused_flat(left: Stage, right: Stage) -> Stage:
 
 
 def _fused_with_modes(left: Stage, right: Stage) -> Stage:
-    plain = {"modes": (), "offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
-    base = _fused_flat(left.model_copy(update=plain), right.model_copy(update=plain))
+    base = _fused_flat(*(run.model_copy(update=KEEP_ALONE) for run in (left, right)))
     kept, *left_modes = left.menu
     right_kept, *right_modes = right.menu
     ours = {mode.name: mode for mode in left_modes}

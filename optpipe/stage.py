@@ -34,11 +34,12 @@ from pydantic import (
 from optpipe.errors import InputError, faults_of, rule_broken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pydantic.config import JsonDict
 
 __all__ = [
+    "KEEP_ALONE",
     "MOST_COSTS",
     "OF_STAGE",
     "WORKSPACES",
@@ -439,33 +440,36 @@ class Stage(FrozenValue):
         """
         found: dict[str, Any] = {}
         for mode in modes[1:]:
-            plain = self._filled(Mode(name="offload", offload_bytes=mode.offload_bytes))
-            if mode == plain and mode.offload_bytes and not found:
+            if mode.name == "offload":
                 found["offload_bytes"] = mode.offload_bytes
-                continue
-            again = {"recompute": "apart", "recompute_ms": mode.recompute_ms}
-            whole = Mode(name="recompute", forward_bytes=mode.forward_bytes)
-            if mode != self._filled(whole.model_copy(update=again)) or "recompute_ms" in found:
-                return None
-            found["recompute_ms"] = mode.recompute_ms
-            found["checkpoint_bytes"] = mode.forward_bytes
-        return found
+            elif mode.name == "recompute":
+                found["recompute_ms"] = mode.recompute_ms
+                found["checkpoint_bytes"] = mode.forward_bytes
+        plain = self.model_copy(update={"modes": (), **found})
+        return found if plain.menu[1:] == tuple(map(self._cell_mode, modes[1:])) else None
 
     @property
     def menu(self) -> tuple[CellMode, ...]:
         """Return all modes: those of `modes`, or keep, offload and recompute as v1 allows them."""
-        modes = self.modes or (self._filled(Mode(name="keep")),)
-        if self.offload_bytes:
-            modes += (self._filled(Mode(name="offload", offload_bytes=self.offload_bytes)),)
-        if self.recompute_ms is not None:
-            again = Mode(
-                name="recompute",
-                forward_bytes=self.checkpoint_bytes,
-                recompute="apart",
-                recompute_ms=self.recompute_ms,
-            )
-            modes += (self._filled(again),)
-        return tuple(self._cell_mode(mode) for mode in modes)
+        if self.modes:
+            return tuple(map(self._cell_mode, self.modes))
+        return tuple(mode for mode in self.numbered_menu if mode is not None)
+
+    @property
+    def numbered_menu(self) -> tuple[CellMode | None, ...]:
+        """Return all modes by number, None where there is none.
+
+        In a menu that v1 can express, the actions alone tell the mode: there 0, 1 and 2 are keep,
+        offload and recompute, whether the stage has them or not. Other menus keep their numbers.
+        """
+        if self.modes:
+            return self.menu
+        size, kept, ms = self.activation_bytes, self.checkpoint_bytes, self.recompute_ms
+        sizes = self.weight_context_bytes, *(getattr(self, name) for name in WORKSPACES)
+        keep = CellMode("keep", size, size, 0, "", 0.0, 0, *sizes)
+        offload = CellMode("offload", size, size, self.offload_bytes, "", 0.0, 0, *sizes)
+        again = CellMode("recompute", size, kept or 0, 0, "apart", ms or 0.0, 0, *sizes)
+        return keep, offload if self.offload_bytes else None, None if ms is None else again
 
     def _cell_mode(self, mode: Mode) -> CellMode:
         fields = {name: getattr(mode, name) for name in Mode.model_fields}
@@ -503,6 +507,14 @@ class Stage(FrozenValue):
         """Whether RECOMPUTE is allowed on this stage."""
         return self.recompute_ms is not None
 
+
+KEEP_ALONE: Mapping[str, Any] = {
+    "modes": (),
+    "offload_bytes": 0,
+    "recompute_ms": None,
+    "checkpoint_bytes": None,
+}
+"""The fields of a menu with keep as its only mode."""
 
 _TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 

@@ -25,7 +25,7 @@ from optpipe.problem import Problem, placement_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from optpipe.stage import Stage
+    from optpipe.stage import CellMode, Stage
 
 __all__ = [
     "AXES",
@@ -518,59 +518,42 @@ def _menu_shape(stage: Stage) -> Hashable:
     return stage.uniform_modes, actions
 
 
-def _mode_sizes(problem: Problem, index: int) -> Iterator[float]:
-    for number, mode in enumerate(problem.menus[index]):
-        sizes = (mode.forward_bytes, mode.least_bytes, mode.offload_bytes, mode.backward_bytes)
-        never = [] if problem.can_use(index, number) else [math.inf] * len(sizes)
-        yield from never or sizes
-        yield from (mode.inside_bytes, mode.weight_context_bytes, mode.forward_workspace_bytes)
-        yield from (mode.backward_input_workspace_bytes, mode.backward_weight_workspace_bytes)
-        yield from (mode.backward_workspace_bytes, mode.recompute_workspace_bytes)
-
-
-def _mode_times(problem: Problem, index: int) -> Iterator[float]:
-    for number, mode in enumerate(problem.menus[index]):
-        yield mode.recompute_ms
-        moved = mode.offload_bytes
-        if not problem.can_use(index, number):
-            yield from (math.inf, math.inf)
-        elif moved:
-            yield from (problem.offload_ms(index, moved), problem.reload_ms(index, moved))
-        else:
-            yield from (0.0, 0.0)
-
-
 def _sizes(problem: Problem) -> Iterator[float]:
-    never = math.inf
-    for index, stage in enumerate(problem.stages):
-        if stage.modes:
-            yield stage.activation_bytes
-            yield from _mode_sizes(problem, index)
-            continue
-        activation_bytes, goes = stage.activation_bytes, problem.can_offload(index)
-        yield from (activation_bytes, stage.weight_context_bytes)
-        yield from (
-            (activation_bytes - stage.offload_bytes, stage.offload_bytes)
-            if goes
-            else (never, never)
-        )
-        yield never if stage.checkpoint_bytes is None else stage.checkpoint_bytes
-        yield from (stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
-        yield from (stage.backward_weight_workspace_bytes, stage.backward_workspace_bytes)
-        yield stage.recompute_workspace_bytes if stage.can_recompute else never
+    for stage in problem.stages:
+        yield stage.activation_bytes
+        for mode in _usable_modes(problem, stage):
+            if mode is None:
+                yield from (math.inf,) * _NUM_SIZES
+                continue
+            yield from (mode.forward_bytes, mode.least_bytes, mode.offload_bytes)
+            yield from (mode.backward_bytes, mode.inside_bytes, mode.weight_context_bytes)
+            yield from (mode.forward_workspace_bytes, mode.backward_input_workspace_bytes)
+            yield from (mode.backward_weight_workspace_bytes, mode.backward_workspace_bytes)
+            yield mode.recompute_workspace_bytes if mode.recompute == "apart" else 0
+
+
+_NUM_SIZES = 11
 
 
 def _times(problem: Problem) -> Iterator[float]:
-    never = math.inf
     for index, stage in enumerate(problem.stages):
         yield from (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
         yield from (stage.fused_backward_ms, stage.grad_sync_ms, *problem.boundary_ms[index])
         yield from (lane.ms for lane in problem.boundary_lanes[index])
-        if stage.modes:
-            yield from _mode_times(problem, index)
-            continue
-        yield never if stage.recompute_ms is None else stage.recompute_ms
-        goes = problem.can_offload(index)
-        yield from (
-            (problem.offload_ms(index), problem.reload_ms(index)) if goes else (never, never)
+        for mode in _usable_modes(problem, stage):
+            if mode is None:
+                yield from (math.inf,) * 3
+                continue
+            yield mode.recompute_ms
+            moved = mode.offload_bytes
+            yield problem.offload_ms(index, moved) if moved else 0.0
+            yield problem.reload_ms(index, moved) if moved else 0.0
+
+
+def _usable_modes(problem: Problem, stage: Stage) -> Iterator[CellMode | None]:
+    """Yield the modes by number; None for one that the stage has not, or its device cannot do."""
+    for mode in stage.numbered_menu:
+        goes = mode is not None and (
+            not mode.offload_bytes or problem.devices[stage.device].can_offload
         )
+        yield mode if goes else None

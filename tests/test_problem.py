@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from optpipe import Device, Problem, ProblemError, dump_problem, load_problem
+from optpipe.stage import KEEP_ALONE
 from tests.building import document, everything_at_once, problem, stage
 
 WHOLE = everything_at_once()[0].model_dump(mode="json", by_alias=True)
@@ -343,6 +344,20 @@ def test_a_menu_of_v2_is_filled_in_and_comes_back() -> None:
     assert load_problem(dump_problem(read)) == read
     stages = [{**nested()["stages"][0], "uniform_modes": True}]
     assert Problem.parse({**nested(), "stages": stages}).format == "optpipe/problem/v2"
+
+
+def test_modes_are_numbered_as_actions_tell_them() -> None:
+    """In a menu that v1 can say offload is 1 and recompute 2, whether the other is there or not."""
+    again = {"name": "recompute", "forward_bytes": 2, "recompute_ms": 3, "recompute": "apart"}
+    alone = Problem.parse(nested(modes=[KEEP, again])).stages[0]
+    assert alone.numbered_menu == (alone.menu[0], None, alone.menu[1])
+    assert alone.numbered_menu[2] is not None
+    assert alone.numbered_menu[2].least_bytes == 2
+    named = Problem.parse(nested(modes=[KEEP, again | {"name": "recompute all"}])).stages[0]
+    assert named.numbered_menu == named.menu
+    assert [mode.name for mode in named.menu] == ["keep", "recompute all"]
+    kept = alone.model_copy(update=dict(KEEP_ALONE))
+    assert kept.numbered_menu == (*kept.menu, None, None)
 
 
 def test_layers_and_context_are_of_v2_and_come_back() -> None:

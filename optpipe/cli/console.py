@@ -325,8 +325,8 @@ def _numbers(problem: Problem, programs: Programs, schedule: Schedule | None) ->
         run = simulate(problem, programs)
         makespan_ms, span_ms = run.makespan_ms, run.span_ms
         shown = enumerate(programs[:_SHOWN_DEVICES])
-        peaks = tuple(device_peak_bytes(problem, device, program) for device, program in shown)
-        host_peaks = host_peak_bytes(problem, programs)
+        peaks = tuple(device_peak_bytes(problem, d, p, run.modes[d]) for d, p in shown)
+        host_peaks = host_peak_bytes(problem, programs, run.modes)
     else:
         makespan_ms, span_ms = schedule.makespan_ms, schedule.span_ms
         peaks, host_peaks = schedule.peak_bytes[:_SHOWN_DEVICES], schedule.host_peak_bytes

@@ -84,10 +84,10 @@ def explain(
         ),
         lanes=lane_uses(problem, programs, run),
         slacks=lane_slacks(problem, programs, run, most=_MOST_SLACKS),
-        memory=device_memories(problem, programs),
-        hosts=host_memories(problem, programs),
+        memory=device_memories(problem, programs, run.modes),
+        hosts=host_memories(problem, programs, run.modes),
         idle=idle_times(problem, programs, run, reasons),
-        reliefs=stage_reliefs(problem, programs),
+        reliefs=stage_reliefs(problem, programs, run.modes),
     )
     return explanation.model_copy(update={"sentences": _sentences(problem, programs, explanation)})
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe.explain.values import DeviceMemory, HostMemory, Necessity, Relief, StageRelief
-from optpipe.memory import EFFECTS, host_peak_bytes, memory_walk, modes_of
+from optpipe.memory import EFFECTS, host_peak_bytes, memory_walk
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe.explain.values import ReliefKind
-    from optpipe.memory import Effect
+    from optpipe.memory import CellModes, Effect
     from optpipe.problem import CellMode, Problem
     from optpipe.schedule import Action, Program, Programs
 
@@ -57,10 +57,13 @@ class _Relief(NamedTuple):
         return max((saved for _, _, saved in self.spans), default=0)
 
 
-def stage_reliefs(problem: Problem, programs: Programs) -> tuple[StageRelief, ...]:
+def stage_reliefs(
+    problem: Problem, programs: Programs, modes: Sequence[CellModes]
+) -> tuple[StageRelief, ...]:
     """Return the cells that each stage does not keep, in the order of stages.
 
-    Each is judged against the memory of its device alone:
+    ``modes`` are those of each program's cells, as `optpipe.memory.modes_of` returns them. Each
+    cell is judged against the memory of its device alone:
 
     * NEEDED: without this one, all else as it is, the device would exceed its limit.
     * UNNEEDED: all that are called so can be taken out together, and the rest still fits. They are
@@ -68,23 +71,22 @@ def stage_reliefs(problem: Problem, programs: Programs) -> tuple[StageRelief, ..
     * INTERCHANGEABLE: it could be taken out alone, but not together with the unneeded ones.
     """
     found: list[StageRelief] = []
-    for device, program in enumerate(programs):
-        modes = modes_of(problem, program)
+    for device, (program, numbers) in enumerate(zip(programs, modes, strict=True)):
         own: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, action in enumerate(program):
-            if modes[action.cell]:
+            if numbers[action.cell]:
                 own[action.cell].append(index)
         reliefs = []
         for cell, places in sorted(own.items(), key=lambda item: _begins(program, item[1])):
             stage, menu = problem.stage_of(*cell), problem.menu_of(*cell)
-            mode = menu[modes[cell]]
+            mode = menu[numbers[cell]]
             kind: ReliefKind = "mode" if stage.modes else _V1[mode.recompute]
             kinds = [(index, program[index].type) for index in places]
             spans = tuple(_spans(kinds, menu[0], mode))
             gone = tuple(index for index, action in kinds if action in _OF_MODE)
             reliefs.append(_Relief(kind, mode.name, *cell, spans, gone))
         if reliefs:
-            peaks = [step.peak for step in memory_walk(problem, device, program)]
+            peaks = [step.peak for step in memory_walk(problem, device, program, numbers)]
             device_peaks = np.array(peaks, dtype=np.int64)
             limit = problem.devices[device].usable_bytes
             found += _judge(device, program, reliefs, device_peaks, limit)
@@ -212,12 +214,18 @@ def _excess(program: Program, peaks: NDArray[np.int64], limit: int) -> dict[str,
 # --- How much memory devices and hosts have left.
 
 
-def device_memories(problem: Problem, programs: Programs) -> tuple[DeviceMemory, ...]:
-    """Return, per device, the peak of its program and what it may hold at most."""
+def device_memories(
+    problem: Problem, programs: Programs, modes: Sequence[CellModes] | None = None
+) -> tuple[DeviceMemory, ...]:
+    """Return, per device, the peak of its program and what it may hold at most.
+
+    ``modes`` as for `stage_reliefs`; here and below they are computed if the caller has none.
+    """
     memories = []
     for device, program in enumerate(programs):
         static = problem.static_bytes_of(device)
-        peaks = [step.peak for step in memory_walk(problem, device, program)]
+        steps = memory_walk(problem, device, program, None if modes is None else modes[device])
+        peaks = [step.peak for step in steps]
         peak = max(peaks, default=static)
         memories.append(
             DeviceMemory(
@@ -231,9 +239,11 @@ def device_memories(problem: Problem, programs: Programs) -> tuple[DeviceMemory,
     return tuple(memories)
 
 
-def host_memories(problem: Problem, programs: Programs) -> tuple[HostMemory, ...]:
+def host_memories(
+    problem: Problem, programs: Programs, modes: Sequence[CellModes] | None = None
+) -> tuple[HostMemory, ...]:
     """Return, per host, the sum of its devices' peaks of offloaded bytes, and its limit."""
-    peaks = host_peak_bytes(problem, programs)
+    peaks = host_peak_bytes(problem, programs, modes)
     return tuple(
         HostMemory(host=host.name, peak_bytes=peaks[host.name], limit_bytes=host.memory_bytes)
         for host in problem.hosts

@@ -19,7 +19,7 @@ from optpipe.errors import FieldError, FieldRef
 from optpipe.model import Layer, Model, fuse
 from optpipe.planning.layer_profile import LayerProfile, profile_layers
 from optpipe.problem import Mode, Stage
-from optpipe.stage import choose
+from optpipe.stage import KEEP_ALONE, choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -419,8 +419,7 @@ def _fused(
 
 def _plain(modes: Sequence[Mode]) -> dict[str, Any]:
     """Return the fields of a menu."""
-    without = {"offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
-    return {**without, "modes": (Mode(name="keep"), *modes)}
+    return {**KEEP_ALONE, "modes": (Mode(name="keep"), *modes)}
 
 
 def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:

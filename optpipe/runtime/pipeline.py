@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import permutations
 from operator import lt
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch.distributed as dist
 
 from optpipe.errors import PreflightError
+from optpipe.memory import modes_of
 from optpipe.runtime import preflight
 from optpipe.runtime.batches import tensors_in
 from optpipe.runtime.executor import Executor
@@ -41,11 +43,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from optpipe.memory import CellModes
     from optpipe.problem import Problem
     from optpipe.runtime.batches import Microbatches
     from optpipe.runtime.messages import BoundaryLevel, MessageSlots
+    from optpipe.runtime.offload import Cell
     from optpipe.runtime.overlap import Overlap
     from optpipe.runtime.passes import Passes
+    from optpipe.runtime.treatments import Treatment
     from optpipe.schedule import Action, Pass, Program, Schedule
 
 __all__ = ["KnownShapes", "Pipeline", "PipelineSpec", "check_spec", "start_pipeline"]
@@ -89,6 +94,16 @@ class PipelineSpec:
     def program(self) -> Program:
         """The program of this rank."""
         return self.schedule.programs[self.rank]
+
+    @cached_property
+    def modes(self) -> CellModes:
+        """The modes of the program's cells; none without a problem."""
+        return {} if self.problem is None else modes_of(self.problem, self.program)
+
+    @cached_property
+    def treatments(self) -> Mapping[Cell, Treatment]:
+        """The treatments of the program's cells that are not simply kept; raises as they do."""
+        return treatments_of(self.problem, self.program, self.modes, self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +150,7 @@ def check_spec(spec: PipelineSpec, found: Sequence[str] = ()) -> None:
     if not faults:
         waiting = {index: deferred_bytes(module) for index, module in stages.items()}
         attempt(lambda: preflight.check_split(spec.program, problem, waiting), faults)
-        attempt(lambda: treatments_of(problem, spec.program, spec.stages), faults)
+        attempt(lambda: spec.treatments, faults)
     shared = {
         "the programs": schedule.program_hash,
         "the problem": problem.problem_hash if problem is not None else "none given",
@@ -210,7 +225,8 @@ def start_pipeline(
     # An evaluation holds no activations, so no plan either.
     problem = spec.problem if trains else None
     needs = attempt(
-        lambda: needs_of(spec.rank, spec.program, problem, boundary, spec.device), faults
+        lambda: needs_of(spec.rank, spec.program, problem, boundary, spec.device, modes=spec.modes),
+        faults,
     )
     all_needs = [one for one in gather(needs, group) if one is not None]
     attempt(lambda: check_needs(all_needs), faults)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.check import check, check_schedule
 from optpipe.errors import OptPipeError, PreflightError, ScheduleFormatError
-from optpipe.memory import host_walk, memory_walk, modes_of
+from optpipe.memory import host_walk, memory_walk
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.messages import BoundaryLevel, Layout, layout_of, shard_of
 from optpipe.runtime.offload import count_slots, host_memory_bytes
@@ -381,11 +381,14 @@ def needs_of(
     problem: Problem | None,
     boundary: Mapping[Action, BoundaryLevel],
     device: torch.device,
+    *,
+    modes: CellModes,
 ) -> Needs:
     """Return the memory that this rank will need; without a problem only its boundary tensors.
 
-    ``boundary`` are their bytes on the device with each pass and message. More than the
-    problem reserves are refused: the limit that the plan keeps to would not be the device's.
+    ``modes`` are those of the program's cells. ``boundary`` are the bytes of boundary tensors on
+    the device with each pass and message. If they exceed what the problem reserves, they are
+    refused: the limit that the plan keeps to would not be the device's.
     """
     boundary_bytes = max((level.during for level in boundary.values()), default=0)
     reserved = problem.devices[rank].reserved_bytes if problem is not None else 0
@@ -396,7 +399,6 @@ def needs_of(
         )
     host_bytes = host_memory_bytes()
     on_gpu = device.type == "cuda"
-    modes = {} if problem is None else modes_of(problem, program)
     return Needs(
         host=socket.gethostname(),
         device=str(device),

@@ -47,7 +47,6 @@ from optpipe.runtime.pipeline import KnownShapes, Pipeline, PipelineSpec, check_
 from optpipe.runtime.preflight import Shapes, agree, attempt, gather
 from optpipe.runtime.torch_names import backends, group_of_messages, tree_map
 from optpipe.runtime.trainers.split import Tie, TiedWeights, clip_together
-from optpipe.runtime.treatments import treatments_of
 from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType
 
@@ -663,7 +662,7 @@ class PipelineRunner:
         gradients = _gradients_of(spec.stages)
         for module in spec.stages.values():
             split_linears(module, gradients)
-        treatments = treatments_of(spec.problem, program, spec.stages)
+        treatments = spec.treatments
         if spec.problem is not None and not spec.problem.is_even:
             if pool is None or not pool.unequal:
                 pool = HostPool(make_copies(spec.device), unequal=True)

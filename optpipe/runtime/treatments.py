@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from optpipe.errors import PreflightError
-from optpipe.memory import modes_of
 from optpipe.runtime.offload import EVERYTHING, REST
 from optpipe.runtime.torch_names import (
     BufferPlace,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from optpipe.memory import CellModes
     from optpipe.problem import Problem
     from optpipe.runtime.offload import Cell, SavedActivations
     from optpipe.schedule import Program
@@ -287,11 +287,12 @@ def hidden_groups(module: nn.Module, known: Groups) -> set[str]:
 
 
 def treatments_of(
-    problem: Problem | None, program: Program, stages: Mapping[int, nn.Module]
+    problem: Problem | None, program: Program, modes: CellModes, stages: Mapping[int, nn.Module]
 ) -> dict[Cell, Treatment]:
     """Return the treatments of the cells of a program that are not simply kept.
 
-    Without a problem the program's actions determine them: offload and recompute, as in v1.
+    ``modes`` are those of the program's cells, as `optpipe.memory.modes_of` returns them. Without
+    a problem the program's actions determine them: offload and recompute, as in v1.
 
     Raises
     ------
@@ -308,7 +309,7 @@ def treatments_of(
         }
     used = {
         (stage, j): (problem.cost_of[j], stage, number)
-        for (stage, j), number in modes_of(problem, program).items()
+        for (stage, j), number in modes.items()
         if number
     }
     found = {key: _treatment(problem, *key, stages[key[1]]) for key in sorted(set(used.values()))}

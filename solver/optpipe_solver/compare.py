@@ -295,7 +295,8 @@ class _RowMaker:
         run = simulate(problem, programs)
         length_ms = run.objective_ms(problem.objective)
         spread = step_time_spread(problem, programs, seed=self.seed)
-        hosts = host_peak_bytes(problem, programs)
+        hosts = host_peak_bytes(problem, programs, run.modes)
+        known = enumerate(zip(programs, run.modes, strict=True))
         return ComparisonRow(
             method=method,
             placement=placement,
@@ -308,7 +309,7 @@ class _RowMaker:
             span_bubble=bubble_rate(problem, run.span_ms),
             p50_ms=spread.p50_ms,
             p95_ms=spread.p95_ms,
-            peak_bytes=max(device_peak_bytes(problem, d, p) for d, p in enumerate(programs)),
+            peak_bytes=max(device_peak_bytes(problem, d, *both) for d, both in known),
             host_peak_bytes=max(hosts.values()),
             over_limit=over_limit,
             tokens_per_s=self.workload.tokens_per_s(problem, length_ms),

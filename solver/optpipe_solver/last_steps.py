@@ -39,6 +39,7 @@ from optpipe_solver.ranking import EQUAL, Noise, NoisyTimes, peak_shares, ranks_
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from optpipe.memory import CellModes
     from optpipe.problem import Problem, Stage
     from optpipe.schedule import Program
     from optpipe_solver.budget import Progress
@@ -230,10 +231,13 @@ def within_limit(problem: Problem, device: int, program: Program) -> Program | N
     All else stays in order. None if another action does not fit, or needs a forward that does not
     fit. Other devices may wait for delayed actions, and may even deadlock.
     """
-    moved = _RoomMaker(problem, device, program).in_order()
-    if moved is None or device_peak_bytes(problem, device, moved) > _usable_bytes(problem, device):
-        return None  # What a W needs while it runs is not looked at on the way.
-    return moved
+    modes = modes_of(problem, program)
+    moved = _RoomMaker(problem, device, program, modes).in_order()
+    if moved is None:
+        return None
+    # What a W needs while it runs is not looked at on the way.
+    peak = device_peak_bytes(problem, device, moved, modes)
+    return moved if peak <= _usable_bytes(problem, device) else None
 
 
 def _usable_bytes(problem: Problem, device: int) -> int:
@@ -243,8 +247,7 @@ def _usable_bytes(problem: Problem, device: int) -> int:
 class _RoomMaker:
     """A program on its way through: what it holds, what is done, and what waits for room."""
 
-    def __init__(self, problem: Problem, device: int, program: Program) -> None:
-        modes = modes_of(problem, program)
+    def __init__(self, problem: Problem, device: int, program: Program, modes: CellModes) -> None:
         self._mode = {cell: problem.menu_of(*cell)[mode] for cell, mode in modes.items()}
         self._limit = _usable_bytes(problem, device)
         self._held = problem.static_bytes_of(device)

@@ -19,7 +19,7 @@ import numpy as np
 from optpipe.memory import modes_of
 from optpipe.problem import Microbatch
 from optpipe.schedule import ActionType
-from optpipe.stage import OF_STAGE, WORKSPACES, Stage
+from optpipe.stage import KEEP_ALONE, OF_STAGE, WORKSPACES, Stage
 from optpipe_solver.budget import check_stop
 
 if TYPE_CHECKING:
@@ -432,8 +432,7 @@ def one_group(problem: Problem, group: Sequence[int]) -> Reduction:
             if at:
                 fields["static_bytes"] = 0
             if stage.uniform_modes:
-                fields |= {"modes": (), "offload_bytes": 0}
-                fields |= {"recompute_ms": None, "checkpoint_bytes": None}
+                fields |= KEEP_ALONE
             stages.append(problem.stage_of(s, j).model_copy(update=fields))
     update = {
         "stages": tuple(stages),

@@ -30,7 +30,7 @@ def without(rows: Programs, *taken: tuple[StageRelief, Relief]) -> Programs:
 
 
 def pairs(posed: Problem, rows: Programs) -> list[tuple[StageRelief, Relief]]:
-    groups = stage_reliefs(posed, rows)
+    groups = stage_reliefs(posed, rows, [modes_of(posed, row) for row in rows])
     return [(group, relief) for group in groups for relief in group.reliefs]
 
 

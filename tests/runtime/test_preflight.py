@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate
 
 from optpipe import Problem, Schedule, parse_action
 from optpipe.errors import MissingExtraError, OffloadError, PreflightError
+from optpipe.memory import modes_of
 from optpipe.runtime import require_torch
 from optpipe.runtime.batches import ChunkSpecs, GivenBatch, Microbatches
 from optpipe.runtime.executor import Executor
@@ -339,16 +340,18 @@ def test_ranks_share_the_memory_of_a_card_and_of_a_host(ranks_needs, refusals):
 def test_the_peak_counts_boundary_tensors_where_they_are():
     whole = built_problem([offloadable(0, static_bytes=7)], [bus()], m=2)
     (program,) = programs("0F0 0OFFLOAD0 0RELEASE0 0F1 0B1 0RELOAD0 0B0")
+    modes = modes_of(whole, program)
     during = {"0F0": 5, "0F1": 11, "0B1": 0}
     levels = {parse_action(cell): BoundaryLevel(one, 0) for cell, one in during.items()}
-    found = needs_of(0, program, whole, levels, torch.device("cpu"))
+    found = needs_of(0, program, whole, levels, torch.device("cpu"), modes=modes)
     assert found.planned_bytes == 7 + 10_000_000 + 11
     assert found.pinned_bytes == 10_000_000
-    assert needs_of(0, program, None, levels, torch.device("cpu")).planned_bytes == 11
+    alone = needs_of(0, program, None, levels, torch.device("cpu"), modes={})
+    assert alone.planned_bytes == 11
     # A RELOAD meets what is there between two passes, not what the last of them held.
     levels = {cell: BoundaryLevel(0, 0) for cell in levels}
     levels[parse_action("0B1")] = BoundaryLevel(0, 13)
-    found = needs_of(0, program, whole, levels, torch.device("cpu"))
+    found = needs_of(0, program, whole, levels, torch.device("cpu"), modes=modes)
     assert found.planned_bytes == 7 + 10_000_000 + 13
 
 

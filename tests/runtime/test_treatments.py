@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from optpipe import Problem, Schedule
+from optpipe.memory import modes_of
 from optpipe.runtime import PreflightError, groups
 from optpipe.runtime.offload import EVERYTHING, REST, Offloader
 from optpipe.runtime.passes import Passes, WeightGradients
@@ -266,7 +267,7 @@ def _treated(mode: dict[str, Any], stage: nn.Module, index: int = 1) -> Treatmen
     another = {"name": "another", "recompute": "inside", "recompute_ms": 1}
     problem = problem_of([{"name": "keep"}, mode, another])
     program = (Action(index, ActionType.FORWARD, 0, 1),)
-    return treatments_of(problem, program, {index: stage})[index, 0]
+    return treatments_of(problem, program, modes_of(problem, program), {index: stage})[index, 0]
 
 
 _INSIDE = {"recompute": "inside", "recompute_ms": 1}

@@ -259,21 +259,14 @@ class CompiledProblem:
 _PARTS = tuple(itemgetter(at) for at in range(5))
 
 
-# --- Modes by number: in a menu that v1 can say 0, 1 and 2 are keep, offload and recompute, whether
-# it has them or not, because there actions alone tell the mode. Other menus keep their numbers.
+# --- Modes by number, as `Stage.numbered_menu` has them.
 
 _KEPT, AWAY, AGAIN = 0, 1, 2
 
 
 def numbered_menus(problem: Problem) -> tuple[tuple[CellMode | None, ...], ...]:
-    """Return the modes of each row by their numbers in `Rows`; None where there is none."""
-    menus: list[tuple[CellMode | None, ...]] = []
-    known = chain.from_iterable(problem.menus_by_cost)
-    for (_, stage, _), menu in zip(_rows(problem), known, strict=True):
-        away = menu[1] if stage.offload_bytes else None
-        again = menu[-1] if stage.can_recompute else None
-        menus.append(menu if stage.modes else (menu[0], away, again))
-    return tuple(menus)
+    """Return the modes of each row by their numbers in `Rows` (`Stage.numbered_menu`)."""
+    return tuple(stage.numbered_menu for _, stage, _ in _rows(problem))
 
 
 def _rows(problem: Problem) -> list[tuple[int, Stage, int]]:
@@ -503,8 +496,9 @@ def evaluate_by_reference(problem: Problem, programs: Programs) -> Metrics | Non
     if find_violations(problem, programs):
         return None
     run = simulate_reference(problem, programs)
-    peaks = tuple(device_peak_bytes(problem, device, row) for device, row in enumerate(programs))
-    return Metrics(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))
+    peaks = tuple(device_peak_bytes(problem, d, p, run.modes[d]) for d, p in enumerate(programs))
+    hosts = host_peak_bytes(problem, programs, run.modes)
+    return Metrics(run.makespan_ms, run.span_ms, peaks, hosts)
 
 
 def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | None:
