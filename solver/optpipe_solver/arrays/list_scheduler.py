@@ -31,7 +31,8 @@ from optpipe_solver.arrays.simulate import (
     PAIRED_INPUT,
     MemoryArrays,
     TimeArrays,
-    lane_of,
+    depart,
+    output_of,
 )
 from optpipe_solver.budget import check_stop
 from optpipe_solver.jit import lean
@@ -208,26 +209,16 @@ def _append(run: _ListRun, kind: int, code: int, stage: int, start: float, end: 
 
 
 @lean
-def _announce(run: _ListRun, kind: int, stage: int, j: int, end: float) -> tuple[int, float]:
-    """Note when the output of an F or backward arrives; return its device (-1: none) and when."""
-    times = run.times
-    last = times.num_stages - 1
-    lane, fill = lane_of(kind, stage * times.num_microbatches + j, times)
-    if lane >= 0:
-        end = max(end, run.link_free[lane])
-        run.link_free[lane] = end + fill
-    if kind == FORWARD and stage == last:
-        run.ready[_BACKWARD, last, j] = end
-        return times.device_of[last], end
-    if kind == FORWARD:
-        arrival = end + times.there[stage]
-        run.ready[FORWARD, stage + 1, j] = arrival
-        return times.device_of[stage + 1], arrival
-    if stage > 0:
-        arrival = end + times.back[stage - 1]
-        run.ready[_BACKWARD, stage - 1, j] = arrival
-        return times.device_of[stage - 1], arrival
-    return -1, end
+def _announce(run: _ListRun, kind: int, cell: int, end: float) -> None:
+    """Note when the output of an F or backward arrives, and wake its device then."""
+    times, m = run.times, run.ready.shape[2]
+    needed, transit = output_of(kind, cell, times)
+    if needed >= 0:
+        stage = needed // m
+        which = FORWARD if kind == FORWARD and needed != cell else _BACKWARD
+        arrival = depart(kind, cell, end, 1.0, times, run.link_free) + transit
+        run.ready[which, stage, needed - stage * m] = arrival
+        _push(run, arrival, times.device_of[stage])
 
 
 @lean
@@ -715,16 +706,13 @@ def _act(run: _ListRun, device: int, now: float) -> float:
 @lean
 def _announce_all(run: _ListRun, device: int, count: int) -> int:
     """Announce what a device ran after its first ``count`` actions; return the number of passes."""
-    end, m = run.free[device], run.ready.shape[2]
-    num_cells, passes = run.times.num_stages * m, 0
+    end, num_cells, passes = run.free[device], run.times.num_cells, 0
     _push(run, end, device)
     for at in range(count, run.counts[device]):
         kind, cell = run.actions[device, at] // num_cells, run.actions[device, at] % num_cells
         if kind != BACKWARD_WEIGHT:
             passes += 1
-            target, arrival = _announce(run, kind, cell // m, cell % m, end)
-            if target >= 0:
-                _push(run, arrival, target)
+            _announce(run, kind, cell, end)
     return passes
 
 
@@ -816,6 +804,8 @@ class ListScheduler:
         check_stop()
         m = self._times.num_microbatches if num_microbatches is None else num_microbatches
         times, memory, num_stages = self._times, self._memory, self._times.num_stages
+        row = times.row.reshape(num_stages, -1)[:, :m].reshape(-1)
+        times = times._replace(num_microbatches=m, num_cells=num_stages * m, row=row)
         adds, rises = memory.adds[:, :num_stages, 0], memory.rises[:, :num_stages, 0]
         finish = rises[FULL_BACKWARD]
         if policy.split and policy.rule != ListRule.PAIRS:

@@ -29,11 +29,14 @@ __all__ = [
     "MemoryArrays",
     "SimulationScratch",
     "TimeArrays",
+    "backward_rise",
+    "depart",
     "end_with_syncs",
     "host_peak",
     "input_of",
     "lane_of",
     "length",
+    "output_of",
     "pair_ms",
     "workspace_for",
 ]
@@ -325,6 +328,23 @@ def input_of(kind: int, cell: int, stage: int, times: TimeArrays) -> tuple[int, 
 
 
 @lean
+def output_of(kind: int, cell: int, times: TimeArrays) -> tuple[int, float]:
+    """Return the cell that needs the output of an F or backward, -1 for none, and the transit.
+
+    The F of that cell needs the output of an F. The backward needs that of a backward, and on the
+    last stage that of its own F.
+    """
+    m = times.num_microbatches
+    if kind == FORWARD:
+        if cell >= times.num_cells - m:
+            return cell, 0.0
+        return cell + m, times.there[times.row[cell]]
+    if cell >= m:
+        return cell - m, times.back[times.row[cell - m]]
+    return -1, 0.0
+
+
+@lean
 def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: SimulationScratch) -> int:
     """Record the end of a pass; return the device that waited for it, -1 for none."""
     if kind in (BACKWARD_WEIGHT, FULL_BACKWARD):
@@ -332,15 +352,26 @@ def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: Simula
         work.stage_end[stage] = max(work.stage_end[stage], done)
     if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
         pass_number = cell if kind == FORWARD else times.num_cells + cell
-        lane, fill = lane_of(kind, cell, times)
-        if lane >= 0:
-            if times.noise.size > 0:
-                fill *= times.noise[pass_number]
-            done = max(done, work.link_free[lane])
-            work.link_free[lane] = done + fill
-        work.end[pass_number] = done
+        factor = times.noise[pass_number] if times.noise.size > 0 else 1.0
+        work.end[pass_number] = depart(kind, cell, done, factor, times, work.link_free)
         return work.waiter[pass_number]
     return -1
+
+
+@lean
+def depart(
+    kind: int, cell: int, done: float, factor: float, times: TimeArrays, link_free: Floats
+) -> float:
+    """Return when the output of a pass that ends at ``done`` departs, and occupy its link.
+
+    ``factor`` multiplies the time of the message; ``link_free`` is by link.
+    """
+    lane, fill = lane_of(kind, cell, times)
+    if lane < 0:
+        return done
+    done = max(done, link_free[lane])
+    link_free[lane] = done + fill * factor
+    return done
 
 
 @lean
@@ -444,6 +475,15 @@ def end_with_syncs(device: int, last: float, stage_end: Floats, times: TimeArray
         free = max(free, stage_end[best]) + times.grad_sync[best]
         last = max(last, free)
         stage_end[best] = _UNKNOWN
+
+
+@lean
+def backward_rise(kind: int, row: int, mode: int, memory: MemoryArrays) -> int:
+    """Return the most bytes above what is held while a backward, or what it needs again, runs."""
+    rise = memory.rises[kind, row, mode]
+    if memory.again[row, mode]:
+        rise = max(memory.rises[RECOMPUTE, row, mode], memory.adds[RECOMPUTE, row, mode] + rise)
+    return int(rise)
 
 
 @lean

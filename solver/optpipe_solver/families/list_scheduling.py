@@ -25,13 +25,13 @@ from __future__ import annotations
 
 from itertools import islice
 from math import inf
-from operator import attrgetter, le
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from optpipe.schedule import ActionType
-from optpipe_solver.arrays.encoding import program_of, within_hosts
+from optpipe_solver.arrays.encoding import keeps_limits, program_of
 from optpipe_solver.arrays.list_scheduler import ListRule, ListScheduler, Policy, SplitBackward
 from optpipe_solver.budget import check_stop
 from optpipe_solver.families.classic import build_one_f_one_b
@@ -196,8 +196,8 @@ def pipeoffload(problem: Problem, group: int, num_chunks: int) -> Programs:
         )
     frame = Frame(problem, programs, leaving)
     hidden = hide_offload(frame)
-    if all(map(le, hidden.peaks, frame.limits)) and within_hosts(frame.compiled, hidden.rows):
-        return frame.decode(hidden.rows)
+    if keeps_limits(frame.compiled, hidden):
+        return frame.decode(hidden)
     # With stalls; for large problems the first way that fits.
     found = [fit(frame, THOROUGH)]
     if not found[0] or len(problem.stages) * problem.num_microbatches <= _LARGE:

@@ -66,34 +66,27 @@ class Dispatched(NamedTuple):
     rule: DispatchingRule
 
 
-class _Instance(NamedTuple):
-    """The work to schedule. By device: the stages it ``holds``, last first, -1 after them.
+class _Dispatching(NamedTuple):
+    """The work to schedule, the rule's modes, and a schedule under construction.
 
     ``base`` is how many cells of a device are between F and backward where nothing waits. ``later``
     has by row the bytes that F's of later stages add on the same device, all kept. ``given`` flags
     an order that all stages keep. ``modes[s, :num_modes[s]]`` are those that a stage may have,
     ``mode`` those it has; ``times.duration`` follows them.
-    """
-
-    times: TimeArrays
-    memory: MemoryArrays
-    holds: Ints
-    base: Floats
-    later: Ints
-    given: bool
-    modes: Ints
-    num_modes: Ints
-    mode: Ints
-
-
-class _PartialSchedule(NamedTuple):
-    """A schedule under construction.
 
     ``waiting[kind, s, :sizes[kind, s]]`` are the micro-batches whose F, I or W could be next on a
     stage. ``ready`` has by kind and cell when F or I may start. ``flying[d, :num_flying[d]]`` are
     cells between F and backward.
     """
 
+    times: TimeArrays
+    memory: MemoryArrays
+    base: Floats
+    later: Ints
+    given: bool
+    modes: Ints
+    num_modes: Ints
+    mode: Ints
     waiting: Ints
     sizes: Ints
     ready: Floats
@@ -121,144 +114,144 @@ class _Best(NamedTuple):
 
 
 @lean
-def _dispatch(instance: _Instance, state: _PartialSchedule, rank: Ints, rule: Floats) -> bool:
+def _dispatch(run: _Dispatching, rank: Ints, rule: Floats) -> bool:
     """Make the schedule of a rule; False where it gets stuck for want of memory."""
-    times = instance.times
+    times = run.times
     cells, m = times.num_cells, times.num_microbatches
-    state.sizes[:] = 0
-    state.num_flying[:] = 0
-    state.held_bytes[:] = 0
-    state.wake[:] = np.inf
-    state.free[:] = 0.0
-    state.link_free[:] = 0.0
-    state.counts[:] = 0
+    run.sizes[:] = 0
+    run.num_flying[:] = 0
+    run.held_bytes[:] = 0
+    run.wake[:] = np.inf
+    run.free[:] = 0.0
+    run.link_free[:] = 0.0
+    run.counts[:] = 0
     for j in range(m):
-        state.waiting[_F, 0, j] = j
-        state.ready[_F, j] = 0.0
-    state.sizes[_F, 0] = m
-    state.wake[times.device_of[0]] = 0.0
+        run.waiting[_F, 0, j] = j
+        run.ready[_F, j] = 0.0
+    run.sizes[_F, 0] = m
+    run.wake[times.device_of[0]] = 0.0
     left = cells
     while left > 0:
         device, now = -1, np.inf
-        for other in range(state.wake.size):
-            if state.wake[other] < now:
-                device, now = other, state.wake[other]
+        for other in range(run.wake.size):
+            if run.wake[other] < now:
+                device, now = other, run.wake[other]
         if device < 0:
             return False
-        code = _choose(instance, state, rank, rule, device, now)
+        code = _choose(run, rank, rule, device, now)
         if code < 0:
             continue
-        _execute(instance, state, device, code, now)
+        _execute(run, device, code, now)
         if code >= _W * cells or (code >= _I * cells and rule[_FUSED] > 0.0):
             left -= 1
     return True
 
 
 @lean
-def _choose(  # noqa: PLR0917 - compiled code takes its arguments by position
-    instance: _Instance, state: _PartialSchedule, rank: Ints, rule: Floats, device: int, now: float
-) -> int:
+def _choose(run: _Dispatching, rank: Ints, rule: Floats, device: int, now: float) -> int:
     """Return what a free device does now, -1 for nothing; then it wakes when something arrives."""
     back = _B if rule[_FUSED] > 0.0 else _I
-    found, later = _backward(instance, state, rank, device, back, now)
+    found, later = _backward(run, rank, device, back, now)
     if found >= 0:
         return found
     idle = later - now
-    if state.num_flying[device] < max(1.0, rule[_DEPTH] * instance.base[device]):
-        found, arrival, lacks_room = _forward(instance, state, rank, device, back, now)
+    if run.num_flying[device] < max(1.0, rule[_DEPTH] * run.base[device]):
+        found, arrival, lacks_room = _forward(run, rank, device, back, now)
         if lacks_room:
-            weight = _weight(instance, state, rule, device, np.inf)
+            weight = _weight(run, rule, device, np.inf)
             found = weight if weight >= 0 else found
         if found >= 0:
             return found
         later = min(later, arrival)
         idle = later - now
-    found = _weight(instance, state, rule, device, idle)
+    found = _weight(run, rule, device, idle)
     if found < 0:
-        state.wake[device] = later
+        run.wake[device] = later
     return found
 
 
 @lean
-def _backward(  # noqa: PLR0917 - compiled code takes its arguments by position
-    instance: _Instance, state: _PartialSchedule, rank: Ints, device: int, back: int, now: float
+def _backward(
+    run: _Dispatching, rank: Ints, device: int, back: int, now: float
 ) -> tuple[int, float]:
     """Return the backward to run now, -1 for none, and when the next one that fits arrives (ms)."""
-    cells, m = instance.times.num_cells, instance.times.num_microbatches
-    room = instance.memory.limit[device] - state.held_bytes[device]
+    cells, m = run.times.num_cells, run.times.num_microbatches
+    room = run.memory.limit[device] - run.held_bytes[device]
     best, found, later = m, -1, np.inf
-    for at in range(instance.holds.shape[1]):
-        s = instance.holds[device, at]
-        if s < 0 or found >= 0:
+    for at in range(run.times.owned.shape[1] - 1, -1, -1):
+        s = run.times.owned[device, at]
+        if s < 0:
+            continue
+        if found >= 0:
             break
-        for i in range(state.sizes[_I, s]):
-            j = state.waiting[_I, s, i]
+        for i in range(run.sizes[_I, s]):
+            j = run.waiting[_I, s, i]
             cell = s * m + j
-            if _back_rise(instance, cell, back) > room:
+            if _back_rise(run, cell, back) > room:
                 continue
-            if state.ready[_I, cell] > now:
-                later = min(later, state.ready[_I, cell])
+            if run.ready[_I, cell] > now:
+                later = min(later, run.ready[_I, cell])
             elif rank[j] < best:
                 best, found = rank[j], back * cells + cell
     return found, later
 
 
 @lean
-def _forward(  # noqa: PLR0917 - compiled code takes its arguments by position
-    instance: _Instance, state: _PartialSchedule, rank: Ints, device: int, back: int, now: float
+def _forward(
+    run: _Dispatching, rank: Ints, device: int, back: int, now: float
 ) -> tuple[int, float, bool]:
     """Return the forward to run now, -1 for none, and when the next one that fits arrives (ms).
 
     The third value tells whether a preferred, ready forward lacks memory that a W may free.
     """
-    m = instance.times.num_microbatches
+    m = run.times.num_microbatches
     best, first, found, later = m, m, -1, np.inf
-    for at in range(instance.holds.shape[1]):
-        s = instance.holds[device, at]
-        if s < 0 or found >= 0:
+    for at in range(run.times.owned.shape[1] - 1, -1, -1):
+        s = run.times.owned[device, at]
+        if s < 0:
+            continue
+        if found >= 0:
             break
-        for i in range(state.sizes[_F, s]):
-            j = state.waiting[_F, s, i]
+        for i in range(run.sizes[_F, s]):
+            j = run.waiting[_F, s, i]
             cell = s * m + j
-            is_behind = rank[j] >= best or (instance.given and not _is_next(state, s, j))
+            is_behind = rank[j] >= best or (run.given and not _is_next(run, s, j))
             if is_behind:
                 continue
-            if not _admits(instance, state, device, cell, back):
-                if state.ready[_F, cell] <= now:
+            if not _admits(run, device, cell, back):
+                if run.ready[_F, cell] <= now:
                     first = min(first, rank[j])
-            elif state.ready[_F, cell] > now:
-                later = min(later, state.ready[_F, cell])
+            elif run.ready[_F, cell] > now:
+                later = min(later, run.ready[_F, cell])
             else:
                 best, found = rank[j], cell
     return found, later, first < best
 
 
 @lean
-def _is_next(state: _PartialSchedule, s: int, j: int) -> bool:
+def _is_next(run: _Dispatching, s: int, j: int) -> bool:
     """Whether no earlier micro-batch waits: all of a stage arrive in their order."""
-    for i in range(state.sizes[_F, s]):  # noqa: SIM110 - numba knows no generators
-        if state.waiting[_F, s, i] < j:
+    for i in range(run.sizes[_F, s]):  # noqa: SIM110 - numba knows no generators
+        if run.waiting[_F, s, i] < j:
             return False
     return True
 
 
 @lean
-def _weight(
-    instance: _Instance, state: _PartialSchedule, rule: Floats, device: int, idle: float
-) -> int:
+def _weight(run: _Dispatching, rule: Floats, device: int, idle: float) -> int:
     """Return the longest W that is worth the wait after so many idle ms, -1 where there is none."""
-    times, memory = instance.times, instance.memory
+    times, memory = run.times, run.memory
     cells, m = times.num_cells, times.num_microbatches
-    room = memory.limit[device] - state.held_bytes[device]
+    room = memory.limit[device] - run.held_bytes[device]
     longest, found = -1.0, -1
-    for at in range(instance.holds.shape[1]):
-        s = instance.holds[device, at]
+    for at in range(run.times.owned.shape[1] - 1, -1, -1):
+        s = run.times.owned[device, at]
         if s < 0:
-            break
-        for i in range(state.sizes[_W, s]):
-            cell = s * m + state.waiting[_W, s, i]
+            continue
+        for i in range(run.sizes[_W, s]):
+            cell = s * m + run.waiting[_W, s, i]
             code = _W * cells + cell
-            if memory.rises[_W, times.row[cell], instance.mode[s]] > room:
+            if memory.rises[_W, times.row[cell], run.mode[s]] > room:
                 continue
             ms = times.duration[code]
             if ms > longest and rule[_PATIENCE] * ms <= idle:
@@ -267,80 +260,65 @@ def _weight(
 
 
 @lean
-def _admits(
-    instance: _Instance, state: _PartialSchedule, device: int, cell: int, back: int
-) -> bool:
+def _admits(run: _Dispatching, device: int, cell: int, back: int) -> bool:
     """Whether an F fits, and each backward of what is then in flight; one of them to its end."""
-    times, memory, m = instance.times, instance.memory, instance.times.num_microbatches
-    row, mode = times.row[cell], instance.mode[cell // m]
-    room = memory.limit[device] - state.held_bytes[device]
+    times, memory, m = run.times, run.memory, run.times.num_microbatches
+    row, mode = times.row[cell], run.mode[cell // m]
+    room = memory.limit[device] - run.held_bytes[device]
     if memory.rises[_F, row, mode] > room:
         return False
-    rise, least = _back_rise(instance, cell, back), instance.later[row]
-    for i in range(state.num_flying[device]):
-        other = state.flying[device, i]
-        rise = max(rise, _back_rise(instance, other, back))
-        least = min(least, instance.later[times.row[other]])
+    rise, least = _back_rise(run, cell, back), run.later[row]
+    for i in range(run.num_flying[device]):
+        other = run.flying[device, i]
+        rise = max(rise, _back_rise(run, other, back))
+        least = min(least, run.later[times.row[other]])
     return least + rise <= room - memory.adds[_F, row, mode]
 
 
 @lean
-def _back_rise(instance: _Instance, cell: int, back: int) -> int:
+def _back_rise(run: _Dispatching, cell: int, back: int) -> int:
     """Return the most bytes above what is held while a backward, or what it needs again, runs."""
-    times, memory = instance.times, instance.memory
-    row, mode = times.row[cell], instance.mode[cell // times.num_microbatches]
-    rise = memory.rises[back, row, mode]
-    if memory.again[row, mode]:
-        again = simulate.RECOMPUTE
-        rise = max(memory.rises[again, row, mode], memory.adds[again, row, mode] + rise)
-    return int(rise)
+    mode = run.mode[cell // run.times.num_microbatches]
+    return simulate.backward_rise(back, run.times.row[cell], mode, run.memory)
 
 
 @lean
-def _execute(
-    instance: _Instance, state: _PartialSchedule, device: int, code: int, now: float
-) -> None:
-    times, memory = instance.times, instance.memory
+def _execute(run: _Dispatching, device: int, code: int, now: float) -> None:
+    times, memory = run.times, run.memory
     cells, m = times.num_cells, times.num_microbatches
     kind = code // cells
     cell = code - kind * cells
     s, j = cell // m, cell % m
-    row, mode = times.row[cell], instance.mode[s]
+    row, mode = times.row[cell], run.mode[s]
     end = now + times.duration[code]
     if kind in (_I, _B) and memory.again[row, mode]:
         again = simulate.RECOMPUTE
         end += times.duration[again * cells + cell]
-        state.actions[device, state.counts[device]] = again * cells + cell
-        state.counts[device] += 1
-        state.held_bytes[device] += memory.adds[again, row, mode]
-    state.actions[device, state.counts[device]] = code
-    state.counts[device] += 1
-    state.free[device] = end
-    state.wake[device] = end
-    state.held_bytes[device] += memory.adds[kind, row, mode]
+        run.actions[device, run.counts[device]] = again * cells + cell
+        run.counts[device] += 1
+        run.held_bytes[device] += memory.adds[again, row, mode]
+    run.actions[device, run.counts[device]] = code
+    run.counts[device] += 1
+    run.free[device] = end
+    run.wake[device] = end
+    run.held_bytes[device] += memory.adds[kind, row, mode]
     if kind == _W:
-        _take(state.waiting[_W, s], state.sizes[_W], s, j)
+        _take(run.waiting[_W, s], run.sizes[_W], s, j)
         return
-    lane, fill = simulate.lane_of(kind, cell, times)
-    if lane >= 0:
-        end = max(end, state.link_free[lane])
-        state.link_free[lane] = end + fill
     if kind == _F:
-        _take(state.waiting[_F, s], state.sizes[_F], s, j)
-        state.flying[device, state.num_flying[device]] = cell
-        state.num_flying[device] += 1
-        if s == times.num_stages - 1:
-            _put(instance, state, _I, s, j, end)
-        else:
-            _put(instance, state, _F, s + 1, j, end + times.there[row])
-        return
-    _take(state.waiting[_I, s], state.sizes[_I], s, j)
-    _take(state.flying[device], state.num_flying, device, cell)
-    if kind == _I:
-        state.waiting[_W, s, state.sizes[_W, s]] = j
-        state.sizes[_W, s] += 1
-    if s > 0:
-        _put(instance, state, _I, s - 1, j, end + times.back[times.row[cell - m]])
+        _take(run.waiting[_F, s], run.sizes[_F], s, j)
+        run.flying[device, run.num_flying[device]] = cell
+        run.num_flying[device] += 1
+    else:
+        _take(run.waiting[_I, s], run.sizes[_I], s, j)
+        _take(run.flying[device], run.num_flying, device, cell)
+        if kind == _I:
+            run.waiting[_W, s, run.sizes[_W, s]] = j
+            run.sizes[_W, s] += 1
+    needed, transit = simulate.output_of(kind, cell, times)
+    if needed >= 0:
+        arrival = simulate.depart(kind, cell, end, 1.0, times, run.link_free) + transit
+        _put(run, _F if kind == _F and needed != cell else _I, needed, arrival)
 
 
 @lean
@@ -354,16 +332,14 @@ def _take(items: Ints, sizes: Ints, of: int, item: int) -> None:
 
 
 @lean
-def _put(  # noqa: PLR0917 - compiled code takes its arguments by position
-    instance: _Instance, state: _PartialSchedule, kind: int, s: int, j: int, arrival: float
-) -> None:
+def _put(run: _Dispatching, kind: int, cell: int, arrival: float) -> None:
     """Note that an F or I may start; wake its device then, or when it is free."""
-    times = instance.times
-    state.waiting[kind, s, state.sizes[kind, s]] = j
-    state.sizes[kind, s] += 1
-    state.ready[kind, s * times.num_microbatches + j] = arrival
-    device = times.device_of[s]
-    state.wake[device] = min(state.wake[device], max(arrival, state.free[device]))
+    s = cell // run.times.num_microbatches
+    run.waiting[kind, s, run.sizes[kind, s]] = cell - s * run.times.num_microbatches
+    run.sizes[kind, s] += 1
+    run.ready[kind, cell] = arrival
+    device = run.times.device_of[s]
+    run.wake[device] = min(run.wake[device], max(arrival, run.free[device]))
 
 
 # --- The search: rules drawn, then the best one changed.
@@ -371,8 +347,7 @@ def _put(  # noqa: PLR0917 - compiled code takes its arguments by position
 
 @lean
 def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
-    instance: _Instance,
-    state: _PartialSchedule,
+    run: _Dispatching,
     best: _Best,
     known: DispatchingRule,
     ranks: Ints,
@@ -383,41 +358,41 @@ def _search(  # noqa: PLR0917 - compiled code takes its arguments by position
     draw: Draw,
 ) -> None:
     """Try those ``known`` (a row each), ``drawn`` at random, then ``tries`` changes of the best."""
-    m, many = instance.times.num_microbatches, known.rank.shape[0]
+    m, many = run.times.num_microbatches, known.rank.shape[0]
     for number in range(-many, drawn + tries):
         if number < 0:
             copy(best.tried_rank, known.rank[number + many], m)
             copy(best.tried_rule, known.numbers[number + many], best.rule.size)
-            copy(instance.mode, known.mode[number + many], best.mode.size)
+            copy(run.mode, known.mode[number + many], best.mode.size)
         elif number < drawn:
             copy(best.tried_rank, ranks[number % ranks.shape[0]], m)
             if number > 0:
                 _draw_rule(best.tried_rule, draw)
-                _draw_modes(instance, draw)
+                _draw_modes(run, draw)
         else:
             copy(best.tried_rank, best.rank, m)
             copy(best.tried_rule, best.rule, best.rule.size)
-            copy(instance.mode, best.mode, best.mode.size)
-            if instance.given or below(draw, _RANDOM) == 0:
+            copy(run.mode, best.mode, best.mode.size)
+            if run.given or below(draw, _RANDOM) == 0:
                 _change_rule(best.tried_rule, draw)
             else:
                 _reorder(best.tried_rank, below(draw, m), below(draw, m), draw)
             if below(draw, 2) == 0:
-                s = below(draw, instance.mode.size)
-                instance.mode[s] = instance.modes[s, below(draw, instance.num_modes[s])]
-        _settle_durations(instance)
-        if not _dispatch(instance, state, best.tried_rank, best.tried_rule):
+                s = below(draw, run.mode.size)
+                run.mode[s] = run.modes[s, below(draw, run.num_modes[s])]
+        _settle_durations(run)
+        if not _dispatch(run, best.tried_rank, best.tried_rule):
             continue
-        makespan, span, _ = simulate.length(state.actions, state.counts, instance.times, work)
+        makespan, span, _ = simulate.length(run.actions, run.counts, run.times, work)
         length = span if by_span else makespan
         if length <= best.length[0]:
             best.length[0] = length
             copy(best.rank, best.tried_rank, m)
             copy(best.rule, best.tried_rule, best.rule.size)
-            copy(best.mode, instance.mode, instance.mode.size)
-            for device in range(state.counts.size):
-                best.counts[device] = state.counts[device]
-                copy(best.actions[device], state.actions[device], state.counts[device])
+            copy(best.mode, run.mode, run.mode.size)
+            for device in range(run.counts.size):
+                best.counts[device] = run.counts[device]
+                copy(best.actions[device], run.actions[device], run.counts[device])
 
 
 @lean
@@ -446,25 +421,23 @@ def _draw_number(rule: Floats, at: int, draw: Draw) -> None:
 
 
 @lean
-def _draw_modes(instance: _Instance, draw: Draw) -> None:
+def _draw_modes(run: _Dispatching, draw: Draw) -> None:
     """Draw a mode for every stage: keep in all, one position of all menus, or one each."""
     way = below(draw, 3)
-    position = below(draw, instance.modes.shape[1])
-    for s in range(instance.mode.size):
+    position = below(draw, run.modes.shape[1])
+    for s in range(run.mode.size):
         if way == 2:
-            position = below(draw, instance.num_modes[s])
-        instance.mode[s] = instance.modes[
-            s, 0 if way == 0 else min(position, instance.num_modes[s] - 1)
-        ]
+            position = below(draw, run.num_modes[s])
+        run.mode[s] = run.modes[s, 0 if way == 0 else min(position, run.num_modes[s] - 1)]
 
 
 @lean
-def _settle_durations(instance: _Instance) -> None:
-    times = instance.times
+def _settle_durations(run: _Dispatching) -> None:
+    times = run.times
     cells, m = times.num_cells, times.num_microbatches
     for kind in range(times.mode_ms.shape[0]):
         for cell in range(cells):
-            ms = times.mode_ms[kind, times.row[cell], instance.mode[cell // m]]
+            ms = times.mode_ms[kind, times.row[cell], run.mode[cell // m]]
             times.duration[kind * cells + cell] = ms
 
 
@@ -515,36 +488,21 @@ def dispatched(
     problem, times = compiled.problem, compiled.times
     refuse_unless(rules_can_dispatch(problem), "dispatched", problem, "problems without samples")
     cells, m, num_devices = times.num_cells, times.num_microbatches, len(problem.devices)
-    instance = _instance_of(compiled)
-    state = _PartialSchedule(
-        waiting=np.zeros((3, times.num_stages, m), dtype=np.int64),
-        sizes=np.zeros((3, times.num_stages), dtype=np.int64),
-        ready=np.zeros((2, cells)),
-        flying=np.zeros((num_devices, cells), dtype=np.int64),
-        num_flying=np.zeros(num_devices, dtype=np.int64),
-        held_bytes=np.zeros(num_devices, dtype=np.int64),
-        wake=np.zeros(num_devices),
-        free=np.zeros(num_devices),
-        link_free=np.zeros(max(1, times.num_links)),
-        actions=np.zeros((num_devices, instance.holds.shape[1] * m * len(KINDS)), dtype=np.int64),
-        counts=np.zeros(num_devices, dtype=np.int64),
-    )
+    run = _dispatching_of(compiled)
     best = _Best(
         rank=np.arange(m),
         rule=np.zeros(3),
         tried_rank=np.arange(m),
         tried_rule=np.array(_USUAL),
-        mode=np.zeros_like(instance.mode),
-        actions=np.zeros_like(state.actions),
-        counts=np.zeros_like(state.counts),
+        mode=np.zeros_like(run.mode),
+        actions=np.zeros_like(run.actions),
+        counts=np.zeros_like(run.counts),
         length=np.full(1, np.inf),
     )
     ranks = np.array([np.argsort(order) for order in orders])
-    numbers = np.arange(instance.modes.shape[1]) < instance.num_modes[:, None]
+    numbers = np.arange(run.modes.shape[1]) < run.num_modes[:, None]
     usable = [
-        rule
-        for rule in known
-        if ((instance.modes == rule.mode[:, None]) & numbers).any(axis=1).all()
+        rule for rule in known if ((run.modes == rule.mode[:, None]) & numbers).any(axis=1).all()
     ]
     if known and not usable:
         return None
@@ -557,7 +515,7 @@ def dispatched(
     drawn = 0 if usable else max(min(len(orders), count), count // 3)
     scratch, by_span = simulate.workspace_for(times, num_devices), problem.objective == "span"
     _search(
-        instance, state, best, stacked, ranks, scratch, by_span, drawn, count - drawn,
+        run, best, stacked, ranks, scratch, by_span, drawn, count - drawn,
         seeded(seed),
     )  # fmt: skip
     if best.length[0] == np.inf:
@@ -566,21 +524,19 @@ def dispatched(
     return Dispatched(float(best.length[0]), rows, DispatchingRule(best.rank, best.rule, best.mode))
 
 
-def _instance_of(compiled: CompiledProblem) -> _Instance:
+def _dispatching_of(compiled: CompiledProblem) -> _Dispatching:
     problem, memory = compiled.problem, compiled.memory
     times = compiled.times._replace(duration=compiled.times.duration.copy())
-    num_stages, num_rows = times.num_stages, memory.adds.shape[1]
-    holds = np.full((len(problem.devices), max(map(len, problem.stages_of))), -1, dtype=np.int64)
+    num_stages, m, num_rows = times.num_stages, times.num_microbatches, memory.adds.shape[1]
+    num_devices, widest = times.owned.shape
     later = np.zeros(num_rows, dtype=np.int64)
-    base = np.zeros(len(problem.devices))
+    base = np.zeros(num_devices)
     mean_ms = times.duration.reshape(len(KINDS), num_stages, -1).mean(axis=2)
     busy_ms = mean_ms[[_F, _I, _W]].sum(axis=0)
     slowest_ms = max(busy_ms[list(stages)].sum() for stages in problem.stages_of)
     return_ms = np.cumsum((mean_ms[_F] + mean_ms[_I])[::-1])[::-1]
     for device, stages in enumerate(problem.stages_of):
-        last_first = sorted(stages, reverse=True)
-        holds[device, : len(stages)] = last_first
-        base[device] = return_ms[last_first].sum() / max(slowest_ms, 1e-9)
+        base[device] = return_ms[sorted(stages, reverse=True)].sum() / max(slowest_ms, 1e-9)
         for s in stages:
             rows = np.arange(s, num_rows, num_stages)
             for other in (one for one in stages if one > s):
@@ -591,7 +547,24 @@ def _instance_of(compiled: CompiledProblem) -> _Instance:
     for s in range(num_stages):
         may = np.flatnonzero(every[s])
         modes[s, : may.size] = may
-    given, mode = problem.order == "given", np.zeros(num_stages, dtype=np.int64)
-    return _Instance(
-        times, memory, holds, base, later, given, modes, every.sum(axis=1).astype(np.int64), mode
+    return _Dispatching(
+        times=times,
+        memory=memory,
+        base=base,
+        later=later,
+        given=problem.order == "given",
+        modes=modes,
+        num_modes=every.sum(axis=1).astype(np.int64),
+        mode=np.zeros(num_stages, dtype=np.int64),
+        waiting=np.zeros((3, num_stages, m), dtype=np.int64),
+        sizes=np.zeros((3, num_stages), dtype=np.int64),
+        ready=np.zeros((2, times.num_cells)),
+        flying=np.zeros((num_devices, times.num_cells), dtype=np.int64),
+        num_flying=np.zeros(num_devices, dtype=np.int64),
+        held_bytes=np.zeros(num_devices, dtype=np.int64),
+        wake=np.zeros(num_devices),
+        free=np.zeros(num_devices),
+        link_free=np.zeros(max(1, times.num_links)),
+        actions=np.zeros((num_devices, widest * m * len(KINDS)), dtype=np.int64),
+        counts=np.zeros(num_devices, dtype=np.int64),
     )

@@ -85,16 +85,21 @@ def settle(given: Stretch, lead: int) -> None:
 @lean
 def _weigh(given: Stretch) -> None:
     """Record the maximum bytes held during each action."""
-    board, times, memory = given.board, given.times, given.memory
-    row = board.actions[given.device]
+    board, row = given.board, given.board.actions[given.device]
     held_bytes = board.held_bytes[row[given.low - 1]] if given.low > 0 else 0
     for place in range(given.low, given.high):
-        kind = row[place] // times.num_cells
-        cell = row[place] - kind * times.num_cells
-        stage = times.row[cell]
-        mode = board.mode[cell]
-        given.load[place] = held_bytes + memory.rises[kind, stage, mode]
-        held_bytes += memory.adds[kind, stage, mode]
+        rises, adds = _bytes_of(board, given.times, given.memory, row[place])
+        given.load[place] = held_bytes + rises
+        held_bytes += adds
+
+
+@lean
+def _bytes_of(board: Board, times: TimeArrays, memory: MemoryArrays, code: int) -> tuple[int, int]:
+    """Return the most bytes that an action holds above those before it, and the bytes it adds."""
+    kind = code // times.num_cells
+    cell = code - kind * times.num_cells
+    row, mode = times.row[cell], board.mode[cell]
+    return memory.rises[kind, row, mode], memory.adds[kind, row, mode]
 
 
 @lean
@@ -194,30 +199,23 @@ _LEEWAY = 10
 @lean
 def overflow(table: Table, device: int, low: int, high: int) -> int:
     """Return the first of places low .. high - 1 whose action exceeds the limit, -1 for none."""
-    board, times, memory = table.board, table.times, table.memory
-    row = board.actions[device]
+    board, memory, row = table.board, table.memory, table.board.actions[device]
     held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
-    limit = memory.limit[device]
     for place in range(low, high):
-        kind = row[place] // times.num_cells
-        cell = row[place] - kind * times.num_cells
-        stage, mode = times.row[cell], board.mode[cell]
-        if held_bytes + memory.rises[kind, stage, mode] > limit:
+        rises, adds = _bytes_of(board, table.times, memory, row[place])
+        if held_bytes + rises > memory.limit[device]:
             return place
-        held_bytes += memory.adds[kind, stage, mode]
+        held_bytes += adds
     return -1
 
 
 @lean
 def commit(table: Table, device: int, low: int, high: int) -> None:
     """Record the bytes held after the changed places."""
-    board, times = table.board, table.times
-    row = board.actions[device]
+    board, row = table.board, table.board.actions[device]
     held_bytes = board.held_bytes[row[low - 1]] if low > 0 else 0
     for place in range(low, high):
-        kind = row[place] // times.num_cells
-        cell = row[place] - kind * times.num_cells
-        held_bytes += table.memory.adds[kind, times.row[cell], board.mode[cell]]
+        held_bytes += _bytes_of(board, table.times, table.memory, row[place])[1]
         board.held_bytes[row[place]] = held_bytes
 
 

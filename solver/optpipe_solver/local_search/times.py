@@ -29,9 +29,10 @@ from optpipe_solver.arrays.simulate import (
     end_with_syncs,
     input_of,
     lane_of,
+    output_of,
 )
 from optpipe_solver.jit import lean
-from optpipe_solver.local_search.board import backward_of, consumer_of
+from optpipe_solver.local_search.board import consumer_of
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Ints
@@ -195,7 +196,7 @@ def _sweep(table: Table, device: int, horizon: float, cutoff: float) -> int:
             board.clock[code], board.out[code], board.back[code] = clock, out, back
             board.end[slot] = done
             if moves_on:
-                waiting = _tell(table, kind, cell, stage, device, done)
+                waiting = _tell(table, kind, cell, device, done)
                 if 0 <= waiting <= place:
                     return begun - place - 1
                 until = max(until, waiting)
@@ -262,49 +263,37 @@ def _run(
     board: Board, times: TimeArrays, kind: int, cell: int, clock: float, out: float, back: float
 ) -> tuple[float, float, float, float, float]:
     """Return an action's start and end, and when the three lanes become free after it."""
-    cells, m = times.num_cells, times.num_microbatches
-    stage, length, start = cell // m, times.duration[kind * cells + cell], clock
+    cells = times.num_cells
+    length, start = times.duration[kind * cells + cell], clock
     if kind == OFFLOAD:
         out = max(clock, out) + length
         return clock, out, clock, out, back
     if kind == RELOAD:
         back = max(clock, back) + length
         return clock, back, clock, out, back
-    if kind == FORWARD:
-        if stage > 0:
-            start = max(clock, board.end[cell - m] + times.there[times.row[cell - m]])
-    elif kind == RELEASE:
+    if kind == RELEASE:
         start = max(clock, board.end[OFFLOAD * cells + cell])
-    elif kind != BACKWARD_WEIGHT:
-        if kind != RECOMPUTE:
-            if stage == times.num_stages - 1:
-                start = max(clock, board.end[cell])
-            else:
-                start = max(clock, board.end[cells + cell + m] + times.back[times.row[cell]])
-        if board.at[RELOAD * cells + cell] >= 0:
-            start = max(start, board.end[RELOAD * cells + cell])
+    elif kind not in (BACKWARD_WEIGHT, RECOMPUTE):
+        source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
+        if source >= 0:
+            start = max(clock, board.end[source] + transit)
+    if kind in (BACKWARD_INPUT, FULL_BACKWARD, RECOMPUTE) and board.at[RELOAD * cells + cell] >= 0:
+        start = max(start, board.end[RELOAD * cells + cell])
     return start, start + length, start + length, out, back
 
 
 @lean
-def _tell(table: Table, kind: int, cell: int, stage: int, device: int, done: float) -> int:
+def _tell(table: Table, kind: int, cell: int, device: int, done: float) -> int:
     """List the device that waits for this end; return the place, where it is the same device."""
-    board, times = table.board, table.times
-    cells, m = times.num_cells, times.num_microbatches
-    if kind == FORWARD:
-        if stage == times.num_stages - 1:
-            return backward_of(board, cells, cell)
-        place, other = board.at[cell + m], times.device_of[stage + 1]
-    elif kind in (BACKWARD_INPUT, FULL_BACKWARD):
-        if stage == 0:
-            return -1
-        place, other = backward_of(board, cells, cell - m), times.device_of[stage - 1]
-    elif kind == OFFLOAD:
+    board, times, cells = table.board, table.times, table.times.num_cells
+    if kind == OFFLOAD:
         return board.at[RELEASE * cells + cell]
-    elif kind == RELOAD:
+    if kind == RELOAD:
         return consumer_of(board, cells, cell)
-    else:
+    needed, _ = _receiver(board, times, kind, cell)
+    if needed < 0:
         return -1
+    place, other = board.at[needed], _device(times, needed)
     if other == device:
         return place
     list_device(table.agenda, other, place, done)
@@ -415,11 +404,10 @@ def _queue(table: Table, code: int, size: int) -> int:
 @lean
 def _waited_for(board: Board, times: TimeArrays, code: int) -> int:
     """Return the action whose end this one waited for last, -1 for none."""
-    cells, m = times.num_cells, times.num_microbatches
+    cells = times.num_cells
     kind = code // cells
     cell = code - kind * cells
-    stage = cell // m
-    device = times.device_of[stage]
+    device = _device(times, code)
     place = board.at[code]
     before = board.actions[device, place - 1] if place > 0 else -1
     ready = board.clock[before] if before >= 0 else 0.0
@@ -438,7 +426,7 @@ def _waited_for(board: Board, times: TimeArrays, code: int) -> int:
         transfer = OFFLOAD * cells + cell
         return transfer if board.end[transfer] > ready else before
     best = before
-    source, arrived = _source(board, times, kind, cell, stage)
+    source, arrived = _source(board, times, kind, cell)
     if arrived > ready:
         best, ready = source, arrived
     if kind in (RECOMPUTE, BACKWARD_INPUT, FULL_BACKWARD):
@@ -449,18 +437,34 @@ def _waited_for(board: Board, times: TimeArrays, code: int) -> int:
 
 
 @lean
-def _source(board: Board, times: TimeArrays, kind: int, cell: int, stage: int) -> tuple[int, float]:
+def _source(board: Board, times: TimeArrays, kind: int, cell: int) -> tuple[int, float]:
     """Return the pass whose output an action needs, -1 for none, and when it arrives."""
-    cells, m = times.num_cells, times.num_microbatches
-    if kind == FORWARD and stage > 0:
-        return cell - m, board.end[cell - m] + times.there[times.row[cell - m]]
-    if kind not in (BACKWARD_INPUT, FULL_BACKWARD):
+    if kind not in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
         return -1, -1.0
-    if stage == times.num_stages - 1:
-        return cell, board.end[cell]
-    there = times.device_of[stage + 1]
-    source = board.actions[there, backward_of(board, cells, cell + m)]
-    return source, board.end[cells + cell + m] + times.back[times.row[cell]]
+    source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
+    if source < 0:
+        return -1, -1.0
+    arrived = board.end[source] + transit
+    cells = times.num_cells
+    return source if source < cells else _backward(board, times, source - cells), arrived
+
+
+@lean
+def _receiver(board: Board, times: TimeArrays, kind: int, cell: int) -> tuple[int, float]:
+    """Return the pass that needs the output of an action, -1 for none, and the transit."""
+    if kind not in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
+        return -1, 0.0
+    needed, transit = output_of(kind, cell, times)
+    if needed < 0 or (kind == FORWARD and needed != cell):
+        return needed, transit
+    return _backward(board, times, needed), transit
+
+
+@lean
+def _backward(board: Board, times: TimeArrays, cell: int) -> int:
+    """Return the I or B of a cell."""
+    code = BACKWARD_INPUT * times.num_cells + cell
+    return code if board.at[code] >= 0 else FULL_BACKWARD * times.num_cells + cell
 
 
 @lean
@@ -509,7 +513,8 @@ def tail_along(board: Board, times: TimeArrays, device: int, low: int, high: int
     onward = board.tail[row[high]] if high < board.counts[device] else 0.0
     for place in range(min(high, board.counts[device]) - 1, low - 1, -1):
         code = row[place]
-        needed, transit = _leads_to(board, times, code)
+        kind = code // times.num_cells
+        needed, transit = _receiver(board, times, kind, code - kind * times.num_cells)
         onward = _tail(board, times, code, onward, needed, transit)
         board.tail[code] = onward
 
@@ -524,25 +529,6 @@ def _tail(
     if needed >= 0:
         onward = max(onward, transit + board.tail[needed])
     return onward + times.duration[code]
-
-
-@lean
-def _leads_to(board: Board, times: TimeArrays, code: int) -> tuple[int, float]:
-    """Return the pass that needs what an action makes, -1 for none, and the way there in ms."""
-    cells, m = times.num_cells, times.num_microbatches
-    kind = code // cells
-    cell = code - kind * cells
-    stage = cell // m
-    if kind == FORWARD:
-        if stage < times.num_stages - 1:
-            return cell + m, times.there[times.row[cell]]
-        needed, transit = cell, 0.0
-    elif kind in (BACKWARD_INPUT, FULL_BACKWARD) and stage > 0:
-        needed, transit = cell - m, times.back[times.row[cell - m]]
-    else:
-        return -1, 0.0
-    device = times.device_of[needed // m]
-    return board.actions[device, backward_of(board, cells, needed)], transit
 
 
 @lean
@@ -572,7 +558,8 @@ def _tails_down(table: Table, device: int) -> int:
     onward = board.tail[row[place]] if place < board.counts[device] else 0.0
     while place > 0:
         code = row[place - 1]
-        needed, transit = _leads_to(board, times, code)
+        kind = code // times.num_cells
+        needed, transit = _receiver(board, times, kind, code - kind * times.num_cells)
         if needed >= 0:
             there = _device(times, needed)
             if there != device and board.at[needed] < agenda.cursor[there]:

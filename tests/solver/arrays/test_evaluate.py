@@ -1,13 +1,15 @@
 """Evaluation on arrays says what the reference says, of legal and of spoilt programs."""
 
 import random
+from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, Programs
-from optpipe_solver.arrays import encoding
+from optpipe_solver.arrays import encoding, simulate
 from optpipe_solver.arrays.encoding import (
     CompiledProblem,
     Evaluator,
@@ -51,6 +53,26 @@ def test_limits_refuse_the_same_programs(case: Case, seed: int) -> None:
 def test_every_feature_at_once() -> None:
     """Groups, half duplex, hosts, workspaces, reductions, offload, recompute, fused backwards."""
     _say_the_same(*everything_at_once())
+
+
+@given(cases(tight=False, unequal=True))
+def test_outputs_go_to_the_passes_that_need_them(case: Case) -> None:
+    """`output_of` says of each F and I what `input_of` says of the pass that needs it."""
+    times = CompiledProblem.of(case.problem).times
+    kernels: tuple[Any, ...] = simulate.output_of, simulate.input_of
+    output_of, input_of = (kernel.py_func for kernel in kernels)
+    cells, m = times.num_cells, times.num_microbatches
+    for kind, cell in product((simulate.FORWARD, simulate.BACKWARD_INPUT), range(cells)):
+        needed, transit = output_of(kind, cell, times)
+        if needed < 0:
+            assert kind == simulate.BACKWARD_INPUT
+            assert cell < m
+            continue
+        is_forward = kind == simulate.FORWARD and needed != cell
+        needs = simulate.FORWARD if is_forward else simulate.BACKWARD_INPUT
+        source = cell if kind == simulate.FORWARD else cells + cell
+        found = input_of(needs, needed, needed // m, times)
+        assert found == (source, transit)
 
 
 TWO = problem([stage(0), stage(1)], m=2)
