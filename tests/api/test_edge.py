@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from pydantic import TypeAdapter
 
 from optpipe import load_schedule
 from optpipe.client import Client
@@ -67,6 +68,24 @@ def test_a_large_schedule_is_compressed_for_a_client_that_accepts_gzip(http: htt
     with Client(str(http.base_url)) as typed:
         assert typed.schedule(job["id"]) == load_schedule(plain.text)
     assert "content-encoding" not in http.get(f"/v1/jobs/{job['id']}").headers
+
+
+def test_the_first_request_of_a_route_builds_no_route(tmp_path: Path, monkeypatch) -> None:
+    """FastAPI would do so on the event loop: another client waited a second on a busy machine."""
+    with connected(make_settings(tmp_path)) as http:
+        built: list[object] = []
+        original = TypeAdapter.__init__
+
+        def note(self: TypeAdapter[Any], kind: object, **options: Any) -> None:
+            built.append(kind)
+            original(self, kind, **options)
+
+        monkeypatch.setattr(TypeAdapter, "__init__", note)
+        for path in ("jobs", "batches", "methods", "jobs/1/configuration", "audit"):
+            http.get(f"/v1/{path}")
+        for path in ("jobs", "batches", "charts", "estimates", "compare", "follow", "tunes"):
+            assert http.post(f"/v1/{path}", content=b"").status_code == 415
+    assert built == []
 
 
 def test_events_are_not_held_back_by_compression(http: httpx.Client) -> None:
