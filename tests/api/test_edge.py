@@ -15,6 +15,8 @@ from pydantic import TypeAdapter
 from optpipe import load_schedule
 from optpipe.client import Client
 from optpipe_api.access import Role
+from optpipe_api.errors import TooManyBodiesError
+from optpipe_api.services.parse_pool import ParsePool
 from tests.api.live import client, connected, keyed, make_settings, running, two_stages
 
 BODY = {"problem": two_stages()}
@@ -178,6 +180,26 @@ def test_an_admin_lists_the_jobs_of_an_owner(tmp_path) -> None:
 
         assert listed("ops", "ann") == listed("ann", "ann") == hers[::-1]
         assert (listed("bob", "ann"), listed("ops", "nobody")) == ([], [])
+
+
+def test_bodies_that_store_nothing_wait_for_those_that_do(tmp_path: Path, monkeypatch) -> None:
+    """Forty estimates of a key that reads must not refuse a batch."""
+    turns: set[bool] = set()
+
+    async def refuse(*_: object, is_read: bool = True, **__: object) -> None:
+        turns.add(is_read)
+        raise TooManyBodiesError(1)
+
+    monkeypatch.setattr(ParsePool, "run", refuse)
+    found: dict[str, set[bool]] = {}
+    with connected(make_settings(tmp_path)) as http:
+        for path in ("jobs", "batches", "compare", "follow", "tunes", "estimates", "variants"):
+            turns.clear()
+            assert http.post(f"/v1/{path}", json={}).status_code == 429
+            found[path] = set(turns)
+    reads = {path for path, seen in found.items() if seen == {True}}
+    assert reads == {"estimates", "variants"}
+    assert all(seen == {False} for path, seen in found.items() if path not in reads)
 
 
 def test_no_look_is_ready_after_a_write_has_failed(tmp_path: Path) -> None:
