@@ -78,7 +78,7 @@ def test_the_first_request_of_a_route_builds_no_route(tmp_path: Path, monkeypatc
         built: list[object] = []
         original = TypeAdapter.__init__
 
-        def note(self: TypeAdapter[Any], kind: object, **options: Any) -> None:
+        def note(self: TypeAdapter[Any], kind: Any, **options: Any) -> None:
             built.append(kind)
             original(self, kind, **options)
 

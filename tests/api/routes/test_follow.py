@@ -131,10 +131,10 @@ def test_drift_counts_from_the_nearest_solved_times(client) -> None:
         for _ in range(5):
             run.report(first, measured(samples))
             assert answered(run) is None
-        return client.drift(run.comparison_id)
+        drift: Drift = client.drift(run.comparison_id)
+        return drift
 
-    slow: dict[tuple[int, MeasuredAction], float] = {(1, "F"): 14.0}
-    run.report(first, measured(slow))
+    run.report(first, measured({(1, "F"): 14.0}))
     assert answered(run) is None
     solved = run.job_id
     assert client.drift(solved).is_solved
@@ -147,8 +147,8 @@ def test_drift_counts_from_the_nearest_solved_times(client) -> None:
     for _ in range(3):
         run.report(first, measured({(1, "F"): 5.0}))
         assert answered(run) is None
-    drift = client.drift(run.job_id)
-    assert (drift.planned_ms, drift.is_solved) == (first.makespan_ms, True)
+    other = client.drift(run.job_id)
+    assert (other.planned_ms, other.is_solved) == (first.makespan_ms, True)
 
 
 def test_a_stopped_run_resumes_with_the_job_id(client) -> None:
