@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections import deque
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import uvicorn
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import iter_route_contexts
 from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
@@ -184,6 +186,8 @@ def create_app(settings: Settings) -> FastAPI:
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=sorted(settings.trusted_proxies))
     app.add_middleware(NotePeer)
+    # FastAPI builds the routes of a router at the first request to it, on the event loop: 0.1 s.
+    deque(iter_route_contexts(app.routes), maxlen=0)
     return app
 
 

@@ -255,7 +255,8 @@ class AsyncTrainingRun(RunState):
             given = {name: getattr(job.options, name) for name in SolveOptions.model_fields}
             self._options = drop_none(**given) | self._options
         self._number, self._running = found
-        self.problem, self._search, self.tags = problem, job.id, job.tags
+        self._add_solved(problem, job.id)
+        self._search, self.tags = job.id, job.tags
         return self._running
 
     async def next_schedule(self, wait_s: float = 0.0) -> Schedule | None:
@@ -295,7 +296,7 @@ class AsyncTrainingRun(RunState):
         if found is not None:
             known = None if self.problem is None else self.problem.problem_hash
             if found[1].problem_hash != known:
-                self.problem, self.job_id = await client.problem(job), job.id
+                self._add_solved(await client.problem(job), job.id)
             elif job.id != self.job_id:
                 self._without_drift = job.id
             self._number, self._candidate = found
@@ -315,13 +316,14 @@ class AsyncTrainingRun(RunState):
         While another job searches, the report is only kept for the next one. ``step`` is the
         number of the training step, ``step_ms`` its time from start to end.
 
-        A solved comparison without a switch makes its times the planned ones. So the same drift is
-        not solved again. Under other times, drift counts from what the schedule lost there. It is
-        judged too low by that share until the next switch.
+        The job counts drift from solved times: those that the schedule was made for, and those of
+        each comparison that was solved without a switch. Of them it takes the nearest to the
+        measured ones. So the same drift is not solved again, and earlier times may return.
         """
         self._reports.append(measurements.condensed())
         if self._search is not None or self.problem is None:
             return
+        self._choose_solved()
         if self._running is None or schedule.programs != self._running.programs:
             # The ranks refused the schedule that was found last.
             self._running = evaluate(self.problem, schedule.programs, schedule.provenance)

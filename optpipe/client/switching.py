@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.client.transport import drop_none
-from optpipe.measurements import Measurements, measured_problem
+from optpipe.measurements import Measurements, measured_problem, named_times
 from optpipe.requests import DEFAULT_THRESHOLD
 from optpipe.simulate import simulate
 
@@ -22,6 +22,13 @@ _SWITCH_EVERY_S = 5.0
 """Minimum time between two switches of a training run while a job searches."""
 _NUM_REPORTS = 5
 """Measured times are medians over so many reports, so that one slow step changes none of them."""
+_MAX_SOLVED = 8
+"""The times that a schedule was made for, and the newest ones that were solved without a switch."""
+
+
+class _Solved(NamedTuple):
+    problem: Problem
+    job_id: str
 
 
 class RunState:
@@ -35,7 +42,8 @@ class RunState:
         The newest job of kind `follow`; None before the first report. An older one that found no
         drift is deleted, so that a long run does not fill the service.
     problem
-        Problem of the running schedule; None before the first schedule.
+        Problem of the running schedule, with the times from which drift counts; None before the
+        first schedule.
     tags
         Tags of the jobs that this run submits, which are those of its first job. A tag of the run
         finds its history: `AsyncClient.jobs`.
@@ -49,6 +57,8 @@ class RunState:
         self._options: dict[str, Any] = drop_none(**options)
         self.problem: Problem | None = None
         self._running: Schedule | None = None
+        # The problems that were solved for the running schedule, oldest first.
+        self._solved: list[_Solved] = []
         # The job that may still find a better schedule, and its best so far that was not returned.
         self._search: str | None = None
         self._without_drift: str | None = None
@@ -76,7 +86,25 @@ class RunState:
         if self._length_ms(found) >= self._length_ms(running) * (1 - self._threshold):
             return None
         self._running, self._next_switch_s = found, monotonic() + _SWITCH_EVERY_S
+        del self._solved[:-1]
         return found
+
+    def _add_solved(self, problem: Problem, job_id: str) -> None:
+        """Note a problem that was solved for the running schedule, and its job."""
+        self._solved.append(_Solved(problem, job_id))
+        del self._solved[1 : 1 - _MAX_SOLVED]
+        self.problem, self.job_id = problem, job_id
+
+    def _choose_solved(self) -> None:
+        """Let drift count from the solved times that are nearest to the measured ones."""
+        measured = Measurements.medians_of(self._reports)
+
+        def distance_ms(solved: _Solved) -> float:
+            found = measured_problem(solved.problem, measured)
+            pairs = zip(named_times(solved.problem), named_times(found), strict=True)
+            return sum(abs(after - before) for (_, before), (_, after) in pairs)
+
+        self.problem, self.job_id = min(self._solved, key=distance_ms)
 
     def _length_ms(self, schedule: Schedule) -> float:
         """Return the length of a schedule under the newest measured times, if there are any."""

@@ -2,7 +2,7 @@
 
 from optpipe.errors import MeasurementError
 from optpipe.measurements.kineto import read_kineto
-from optpipe.measurements.remeasured import measured_problem, times_of
+from optpipe.measurements.remeasured import measured_problem, named_times, times_of
 from optpipe.measurements.texts import (
     MegatronRun,
     dump_times,
@@ -44,6 +44,7 @@ __all__ = [
     "dump_times",
     "fit_links",
     "measured_problem",
+    "named_times",
     "read_kineto",
     "read_megatron",
     "read_messages_table",

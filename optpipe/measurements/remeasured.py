@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from optpipe.problem import Device, Problem
     from optpipe.stage import Stage
 
-__all__ = ["measured_problem", "times_of"]
+__all__ = ["measured_problem", "named_times", "times_of"]
 
 _BACKWARDS: tuple[MeasuredAction, ...] = ("I", "W", "B")
+_WORDS: dict[MeasuredAction, str] = {
+    "F": "forward",
+    "I": "input backward",
+    "W": "weight backward",
+    "B": "backward",
+    "RECOMPUTE": "recomputation",
+}
 
 
 def measured_problem(planned: Problem, measurements: Measurements) -> Problem:
@@ -55,6 +62,20 @@ def times_of(stage: Stage) -> dict[MeasuredAction, float]:
     if stage.recompute_ms is not None:
         times["RECOMPUTE"] = stage.recompute_ms
     return times
+
+
+def named_times(problem: Problem) -> Iterator[tuple[str, float]]:
+    """Yield every duration in ms with its name; the same names whatever the times."""
+    for index, stage in enumerate(problem.stages):
+        times = times_of(stage) | {"B": stage.fused_backward_ms}
+        for action, word in _WORDS.items():
+            yield f"{word} of stage {index}", times.get(action, 0.0)
+        moved = problem.can_offload(index)
+        yield f"offload of stage {index}", problem.offload_ms(index) if moved else 0.0
+        yield f"reload of stage {index}", problem.reload_ms(index) if moved else 0.0
+    for index, (there, back) in enumerate(problem.boundary_ms):
+        yield f"transfer from stage {index} to {index + 1}", there
+        yield f"transfer from stage {index + 1} to {index}", back
 
 
 def _infer_samples(measured: Measurements, stages: Sequence[Stage]) -> Iterator[Sample]:

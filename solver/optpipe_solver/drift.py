@@ -17,28 +17,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe.answers import Drift
-from optpipe.measurements import measured_problem, times_of
+from optpipe.measurements import measured_problem, named_times
 from optpipe.simulate import simulate
 from optpipe_solver.bounds import Paths
 from optpipe_solver.bounds.energy import energy_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optpipe.measurements import MeasuredAction
     from optpipe.problem import Problem
     from optpipe.requests import FollowRequest
     from optpipe.schedule import Programs
 
 __all__ = ["bound_ms", "find_drift", "largest_change"]
-
-_WORDS: dict[MeasuredAction, str] = {
-    "F": "forward",
-    "I": "input backward",
-    "W": "weight backward",
-    "B": "backward",
-    "RECOMPUTE": "recomputation",
-}
 
 
 def find_drift(request: FollowRequest) -> tuple[Drift, Problem]:
@@ -92,24 +81,12 @@ def largest_change(planned: Problem, measured: Problem) -> str:
     """Return a clause on the time that changed by the most milliseconds."""
     changes = [
         (abs(after - before), what, before, after)
-        for (what, before), (_, after) in zip(_times(planned), _times(measured), strict=True)
+        for (what, before), (_, after) in zip(
+            named_times(planned), named_times(measured), strict=True
+        )
     ]
     _, what, before, after = max(changes, key=lambda change: change[0])
     if before <= 0:
         return f"{what} takes {after:.4g} ms instead of none"
     share = after / before - 1
     return f"{what} takes {abs(share):.0%} {'longer' if share >= 0 else 'less'} than planned"
-
-
-def _times(problem: Problem) -> Iterator[tuple[str, float]]:
-    """Yield every duration in ms with its name; the same names whatever the times."""
-    for index, stage in enumerate(problem.stages):
-        times = times_of(stage) | {"B": stage.fused_backward_ms}
-        for action, word in _WORDS.items():
-            yield f"{word} of stage {index}", times.get(action, 0.0)
-        moved = problem.can_offload(index)
-        yield f"offload of stage {index}", problem.offload_ms(index) if moved else 0.0
-        yield f"reload of stage {index}", problem.reload_ms(index) if moved else 0.0
-    for index, (there, back) in enumerate(problem.boundary_ms):
-        yield f"transfer from stage {index} to {index + 1}", there
-        yield f"transfer from stage {index + 1} to {index}", back

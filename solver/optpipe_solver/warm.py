@@ -20,6 +20,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numba
+from numba.core.registry import CPUDispatcher
 
 from optpipe.model import Model
 from optpipe.problem import LicensedPair, Mode, Problem, Stage
@@ -46,7 +47,7 @@ from optpipe_solver.reductions import orders
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["ensure_warm", "warm_in_background", "warm_up"]
+__all__ = ["ensure_warm", "load_kernels", "warm_in_background", "warm_up"]
 
 _log = logging.getLogger(__name__)
 
@@ -133,6 +134,33 @@ def warm_up() -> None:
                 _mark("search").touch()
             _compile_starts_and_bounds()
             _mark().touch()
+
+
+def load_kernels() -> None:
+    """Load what is compiled on disk for the imported modules, before any clock runs.
+
+    Otherwise the first solve of a process loads it within its time limit.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("optpipe_solver.")]
+    kernels = {
+        id(kernel): kernel
+        for module in modules
+        for kernel in vars(module).values()
+        if isinstance(kernel, CPUDispatcher) and kernel.stats.cache_path is not None
+    }
+    for kernel in kernels.values():
+        _load(kernel)
+
+
+def _load(kernel: Any) -> None:
+    # numba itself loads one signature, at the first call with it.
+    cached = kernel._cache  # noqa: SLF001 - of numba, as in `optpipe_solver.jit`
+    for signature, *_ in cached._cache_file._load_index():  # noqa: SLF001 - no public list
+        stored = cached.load_overload(signature, kernel.targetctx)
+        if stored is not None:
+            context = kernel.targetctx
+            context.insert_user_function(stored.entry_point, stored.fndesc, [stored.library])
+            kernel.add_overload(stored)
 
 
 @cache

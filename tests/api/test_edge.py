@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from pydantic import TypeAdapter
 
 from optpipe import load_schedule
 from optpipe.client import Client
 from optpipe_api.access import Role
+from optpipe_api.errors import TooManyBodiesError
+from optpipe_api.services.parse_pool import ParsePool
 from tests.api.live import client, connected, keyed, make_settings, running, two_stages
 
 BODY = {"problem": two_stages()}
@@ -67,6 +70,24 @@ def test_a_large_schedule_is_compressed_for_a_client_that_accepts_gzip(http: htt
     with Client(str(http.base_url)) as typed:
         assert typed.schedule(job["id"]) == load_schedule(plain.text)
     assert "content-encoding" not in http.get(f"/v1/jobs/{job['id']}").headers
+
+
+def test_the_first_request_of_a_route_builds_no_route(tmp_path: Path, monkeypatch) -> None:
+    """FastAPI would do so on the event loop: another client waited a second on a busy machine."""
+    with connected(make_settings(tmp_path)) as http:
+        built: list[object] = []
+        original = TypeAdapter.__init__
+
+        def note(self: TypeAdapter[Any], kind: Any, **options: Any) -> None:
+            built.append(kind)
+            original(self, kind, **options)
+
+        monkeypatch.setattr(TypeAdapter, "__init__", note)
+        for path in ("jobs", "batches", "methods", "jobs/1/configuration", "audit"):
+            http.get(f"/v1/{path}")
+        for path in ("jobs", "batches", "charts", "estimates", "compare", "follow", "tunes"):
+            assert http.post(f"/v1/{path}", content=b"").status_code == 415
+    assert built == []
 
 
 def test_events_are_not_held_back_by_compression(http: httpx.Client) -> None:
@@ -159,6 +180,26 @@ def test_an_admin_lists_the_jobs_of_an_owner(tmp_path) -> None:
 
         assert listed("ops", "ann") == listed("ann", "ann") == hers[::-1]
         assert (listed("bob", "ann"), listed("ops", "nobody")) == ([], [])
+
+
+def test_bodies_that_store_nothing_wait_for_those_that_do(tmp_path: Path, monkeypatch) -> None:
+    """Forty estimates of a key that reads must not refuse a batch."""
+    turns: set[bool] = set()
+
+    async def refuse(*_: object, is_read: bool = True, **__: object) -> None:
+        turns.add(is_read)
+        raise TooManyBodiesError(1)
+
+    monkeypatch.setattr(ParsePool, "run", refuse)
+    found: dict[str, set[bool]] = {}
+    with connected(make_settings(tmp_path)) as http:
+        for path in ("jobs", "batches", "compare", "follow", "tunes", "estimates", "variants"):
+            turns.clear()
+            assert http.post(f"/v1/{path}", json={}).status_code == 429
+            found[path] = set(turns)
+    reads = {path for path, seen in found.items() if seen == {True}}
+    assert reads == {"estimates", "variants"}
+    assert all(seen == {False} for path, seen in found.items() if path not in reads)
 
 
 def test_no_look_is_ready_after_a_write_has_failed(tmp_path: Path) -> None:

@@ -86,16 +86,18 @@ def _peak_bytes() -> int:
 
 
 def _warm_up(settings: dict[str, Any]) -> None:
-    """Import the solver and compile its kernels before the first job.
+    """Import the solver, compile its kernels and load them, before the first job.
 
-    The first job still loads compiled kernels from the cache, within its time limit.
+    Otherwise the first job would load them within its time limit.
     """
     if not settings["solve_path"].startswith("optpipe_solver"):
         return
     for kind in TASKS:
         if settings[f"{kind}_path"].startswith("optpipe_solver"):
             resolve_name(settings[f"{kind}_path"])
-    importlib.import_module("optpipe_solver.warm").warm_up()
+    warm = importlib.import_module("optpipe_solver.warm")
+    warm.warm_up()
+    warm.load_kernels()
 
 
 def error_message(error: Exception, memory_bytes: int | None = None) -> Message:

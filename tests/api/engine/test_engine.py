@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any, cast
 
@@ -24,11 +25,11 @@ from optpipe import Programs, load_schedule
 from optpipe.answers import JobState
 from optpipe_api.engine import engine
 from optpipe_api.engine.engine import SlotEngine, is_gone, new_owner
-from optpipe_api.engine.processes import LocalSolvers, Message, decode, encode
+from optpipe_api.engine.processes import LocalSolvers, Message, SolverChild, decode, encode
 from optpipe_api.engine.tasks import ProgressReporter
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_solver import Progress
-from tests.api.bench import Bench
+from tests.api.bench import PATIENCE_S, Bench
 from tests.api.instant import InstantSolvers
 from tests.api.live import make_settings, until
 from tests.building import problem, programs, stage
@@ -69,6 +70,34 @@ def test_the_process_of_a_fake_imports_nothing_of_the_solver() -> None:
     assert not [
         name for name in done.stdout.split() if name.startswith(("optpipe_solver", "numba"))
     ]
+
+
+def test_a_process_has_loaded_every_kernel_before_it_takes_a_job(tmp_path) -> None:
+    """Its first job would load them within its time limit. An actor of Ray runs the same process.
+
+    The kernels themselves were compiled before, at the latest by this process.
+    """
+    paths = {f"{kind}_path": f"optpipe_solver:{kind}" for kind in ("solve", "plan")}
+    settings = make_settings(tmp_path, **paths, compare_path="tests.api.loading_solver:compare")
+    process = LocalSolvers(settings).start()
+    try:
+        assert [message.kind for message in _messages(process, "ready")] == ["ready"]
+        options = {"time_limit_s": 20.0, "threads": 1, "seed": 0, "workload": None}
+        text = problem([stage(0), stage(1)], m=4).model_dump_json(by_alias=True)
+        header = {"kind": "compare", "options": options}
+        process.send(Message("job", header, {"problem": text}))
+        *_, result = _messages(process, "result")
+        assert '"0 kernels loaded"' in result.documents["comparison"]
+    finally:
+        process.stop()
+
+
+def _messages(process: SolverChild, last: str) -> Iterator[Message]:
+    """Yield the messages of a process until one of a kind has come."""
+    while (message := process.receive(PATIENCE_S)) is not None:
+        yield message
+        if message.kind in (last, "error"):
+            return
 
 
 def test_every_incumbent_is_stored_and_told_as_it_comes(threads: Bench) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from optpipe import Problem, Schedule, check, evaluate
+from optpipe.answers import Drift
 from optpipe.client import Client, NoScheduleError, NotFoundError, RequestRefusedError, TrainingRun
 from optpipe.errors import InfeasibleProblemError, InputError, ProblemError
-from optpipe.measurements import Measurements, times_of
+from optpipe.measurements import MeasuredAction, Measurements, times_of
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from tests.api.fake_drift_solver import DRIFT
@@ -116,6 +117,38 @@ def test_times_without_drift_are_not_solved_and_the_job_says_so(client) -> None:
     ids = [one.id for one in client.jobs(tag="run-7")]
     assert ids[:2] == [run.comparison_id, begun]
     assert job.id not in ids
+
+
+def test_drift_counts_from_the_nearest_solved_times(client) -> None:
+    """A search found nothing better for slow times; then the old times return."""
+    problem = uneven(name="drift:15")
+    run = begin(client, problem)
+    first = run.schedule()
+    answered(run)
+    begun = run.job_id
+
+    def report(samples: dict[tuple[int, MeasuredAction], float]) -> Drift:
+        for _ in range(5):
+            run.report(first, measured(samples))
+            assert answered(run) is None
+        drift: Drift = client.drift(run.comparison_id)
+        return drift
+
+    run.report(first, measured({(1, "F"): 14.0}))
+    assert answered(run) is None
+    solved = run.job_id
+    assert client.drift(solved).is_solved
+    again = report({(1, "F"): 14.1})
+    assert (again.is_solved, run.job_id) == (False, solved)
+    assert abs(again.drift) < 0.01
+    back = report({(1, "F"): 1.0})
+    assert (back.is_solved, back.drift) == (False, 0.0)
+    assert (run.problem, run.job_id) == (problem, begun)
+    for _ in range(3):
+        run.report(first, measured({(1, "F"): 5.0}))
+        assert answered(run) is None
+    other = client.drift(run.job_id)
+    assert (other.planned_ms, other.is_solved) == (first.makespan_ms, True)
 
 
 def test_a_stopped_run_resumes_with_the_job_id(client) -> None:
