@@ -49,6 +49,7 @@ from optpipe.planning import (
     Hardware,
     TracedModel,
     Training,
+    count_launched_gpus,
     estimate,
     find_gpus,
     find_model,
@@ -1240,7 +1241,11 @@ class TuneRequest(ModelOnGpus):
 
     num_gpus: Annotated[
         Many | None, Option(flag="--gpus", metavar="N|N,N,...|auto", is_text=True)
-    ] = Field(None, description="Number of GPUs. By default the sum of the numbers in gpu, or 8.")
+    ] = Field(
+        None,
+        description="Number of GPUs. By default the sum of the numbers in gpu, else what torchrun "
+        "starts in current_file, else 8.",
+    )
     gpu_counts: Annotated[
         Annotated[tuple[Many, ...], Field(min_length=1, max_length=32)] | Literal["auto"] | None,
         Option(flag="--gpus"),
@@ -1392,7 +1397,8 @@ class TuneRequest(ModelOnGpus):
         """The number of GPUs, of all kinds together; of several numbers the largest."""
         if self.gpu_counts is not None:
             return MAX_AUTO_GPUS if self.gpu_counts == "auto" else max(self.gpu_counts)
-        return self.num_gpus or sum(kind.number or 0 for kind in self.gpus) or 8
+        given = self.num_gpus or sum(kind.number or 0 for kind in self.gpus)
+        return given or count_launched_gpus(self.current_file or "") or 8
 
     @property
     def chosen_switches(self) -> frozenset[str]:

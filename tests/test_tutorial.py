@@ -96,3 +96,6 @@ def test_numbers_of_commands_without_a_search_are_compared() -> None:
     )
     assert mismatch(step, "makespan >= 2,258.4 ms proven\n") is None
     assert mismatch(step, "makespan >= 2,258.5 ms proven\n") is not None
+    (step,) = steps("```console\n$ optpipe tune\ntoday: TP 2  17.5\nTP 4  15.0\n```\n")
+    assert mismatch(step, "today: TP 2 17.5\nTP 4 14.0\n") is None
+    assert mismatch(step, "today: TP 2 17.6\nTP 4 15.0\n") is not None

@@ -150,10 +150,8 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
         console.print(f"LoRA: {lora}; all other weights are frozen", markup=False)
     for text in (*_step_lines(found), _spent_line(found.step)):
         console.print(text, markup=False, soft_wrap=True)
-    console.print(_stage_table(found))
-    if len(found.sizes) > _SHOWN_STAGES:
-        console.print(f"and {len(found.sizes) - _SHOWN_STAGES} more stages")
-    console.print(_memory_table(found.step))
+    _print_rows(console, _stage_table(found), len(found.sizes), "stages")
+    _print_rows(console, _memory_table(found.step), len(found.step.memory), "devices")
     if any(stage.modes for stage in found.problem.stages):
         console.print(_menu_table(found.problem))
     if found.problem.num_costs > 1:
@@ -175,6 +173,13 @@ def _show(console: Console, request: EstimateRequest, found: Estimate) -> None:
         if load.busy_ms > busy_ms
     ]
     cli.warn("links", bound_by)
+
+
+def _print_rows(console: Console, table: Table, number: int, kind: str) -> None:
+    """Print a table of stages or devices, and how many it leaves out."""
+    console.print(table)
+    if number > _SHOWN_STAGES:
+        console.print(f"and {number - _SHOWN_STAGES} more {kind}")
 
 
 def _pairs_line(problem: Problem) -> str:

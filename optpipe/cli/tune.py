@@ -68,6 +68,11 @@ def _read_current(text: str) -> dict[str, Any]:
             "--current '': must be NAME=NUMBER,... or a file; give one, or leave it out"
         )
     path = Path(text)
+    if "=" not in text and text != "-" and not path.exists():
+        raise InputError(
+            f"--current {text}: is no file here, and no NAME=NUMBER,... such as tp=4,pp=8; "
+            "correct it"
+        )
     if "=" not in text or path.is_file():
         is_torchtitan = path.suffix in {".py", ".toml"}
         form = {"current_format": "torchtitan"} if is_torchtitan else {}

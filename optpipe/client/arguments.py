@@ -283,7 +283,8 @@ class CurrentDegrees(TypedDict, total=False):
 class TuneArguments(ModelArguments, SearchArguments, JobArguments, total=False):
     """A model, GPUs and a batch, for which the fastest training configuration is searched."""
 
-    # Number of GPUs. By default the sum of the numbers in gpu, or 8.
+    # Number of GPUs. By default the sum of the numbers in gpu, else what torchrun starts in
+    # current_file, else 8.
     num_gpus: int | None
     # Numbers of GPUs to tune for, instead of num_gpus. auto tries powers of two and numbers
     # halfway between them, up to 1024. Rows are of the smallest number that fits.

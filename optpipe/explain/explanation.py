@@ -428,9 +428,11 @@ def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
     number = len(relief.reliefs)
     name = problem.devices[relief.device].name
     does = f"uses {relief.mode!r} for" if relief.kind == "mode" else f"{relief.kind}s"
+    saved = {one.saved_bytes for one in relief.reliefs}
+    up_to = "up to " if len(saved) > 1 else ""
     begin = (
         f"stage {relief.stage} {does} {number} of {problem.num_microbatches} "
-        f"micro-batches ({format_bytes(relief.reliefs[0].saved_bytes)} each, "
+        f"micro-batches ({up_to}{format_bytes(max(saved))} each, "
         f"{_effort(problem, relief)})"
     )
     them = "them" if number > 1 else "it"

@@ -246,7 +246,7 @@ class WhatIfAnswer:
             proof = "proven: nothing can be gained"
         elif self.is_proven:
             proof = "proven: that is the best"
-        elif self.most_gain is None:
+        elif self.most_gain is None or self.most_gain >= 1.0:
             proof = "nothing is proven"
         else:
             proof = f"no schedule gains more than {format_share(self.most_gain)} (proven)"

@@ -10,7 +10,11 @@ from optpipe.planning.catalogue import MODEL_TYPES, MODELS, find_model, shape_fr
 from optpipe.planning.configuration import Configuration, train_command
 from optpipe.planning.estimate import Estimate, estimate
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_script, megatron_yaml
-from optpipe.planning.frameworks.megatron_reader import find_model_of, read_megatron
+from optpipe.planning.frameworks.megatron_reader import (
+    count_launched_gpus,
+    find_model_of,
+    read_megatron,
+)
 from optpipe.planning.frameworks.torchtitan import read_torchtitan, torchtitan_config
 from optpipe.planning.machine import Machine
 from optpipe.planning.parameters import total_parameters
@@ -45,6 +49,7 @@ __all__ = [
     "TracedModel",
     "Training",
     "benchmark_script",
+    "count_launched_gpus",
     "estimate",
     "find_gpu",
     "find_gpus",

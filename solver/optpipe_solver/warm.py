@@ -73,7 +73,7 @@ def ensure_warm(*, whole: bool = True) -> None:
         return
     if _mark().exists() or (not whole and _mark("starts").exists()):
         return
-    _log.warning("compiling kernels, once per installation: about a minute")
+    _log.warning("compiling kernels, once per installation: about a minute on two idle cores")
     if whole:
         warm_up()
         return
@@ -104,8 +104,8 @@ def warm_in_background(problem: Problem) -> Callable[[], bool]:
         return lambda: True
     if _background is None:
         _log.warning(
-            "compiling kernels in the background, once per installation: about a minute; "
-            "the search starts after that"
+            "compiling kernels in the background, once per installation: about a minute on two "
+            "idle cores; the search starts after that"
         )
         _background = Thread(target=_compile_elsewhere, daemon=True, name="compile")
         _background.start()

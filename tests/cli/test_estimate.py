@@ -83,6 +83,13 @@ def test_a_long_context_is_solved_by_its_menu_alone(optpipe, tmp_path) -> None:
     assert optpipe("check", problem, schedule).code == 0
 
 
+def test_a_table_says_how_many_rows_it_leaves_out(optpipe) -> None:
+    done = optpipe("estimate", "--model", "llama3-70b", "--gpu", "h100", "--pp", 81)
+    assert done.code == 0, done.err
+    assert "and 17 more stages" in done.out
+    assert "and 17 more devices" in done.out
+
+
 def test_what_it_writes_can_be_planned(optpipe, tmp_path) -> None:
     path = tmp_path / "model.json"
     code, _, err = optpipe("estimate", *SMALL, "--model-json", "-o", path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -172,6 +173,24 @@ def test_solve_of_an_infeasible_problem_is_exit_code_3_with_the_smallest_memory(
     assert done.code == 3
     assert "devices[0].memory_bytes must be at least 10" in done.err
     assert optpipe("bound", path).code == 3
+
+
+def test_solve_says_that_ctrl_c_ended_it(optpipe, problem_file, tmp_path, monkeypatch) -> None:
+    """The best schedule so far is written, and the exit code is 0 as at a time limit."""
+    import optpipe_solver
+
+    solve = optpipe_solver.solve
+
+    def stopped(problem, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert options["should_stop"]()
+        return solve(problem, **options)
+
+    monkeypatch.setattr(optpipe_solver, "solve", stopped)
+    done = optpipe("solve", problem_file, "-o", tmp_path / "schedule.json")
+    assert done.code == 0, done.err
+    assert "stopped by Ctrl-C; the best so far is kept" in done.err
+    assert (tmp_path / "schedule.json").exists()
 
 
 def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypatch) -> None:

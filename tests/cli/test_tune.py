@@ -183,6 +183,7 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
             "no model of its",
         ),
         (["--gpus", "8,x"], "--gpus 8,x: must be numbers with commas between, or auto"),
+        (["--current", "tp"], "--current tp: is no file here, and no NAME=NUMBER,... such as"),
         (["--gpus", "8,16", *TODAY], "--gpus and --current exclude each other"),
         (["--gpu", "a100"], "with several kinds each needs its number; write h100:8"),
     ],
@@ -195,6 +196,13 @@ def test_what_cannot_be_asked_is_refused(optpipe, arguments, sentence: str) -> N
 
 SEVERAL = ["tune", "--model", "llama3-8b", "--gpu", "h100", "--global-batch", "16", "--sequence",
            "8192", "--framework", "megatron", "--fix", "cp=1,micro_batch=1,chunks=1"]  # fmt: skip
+
+
+def test_fixed_degrees_that_need_more_gpus_are_named_with_the_minimum(optpipe) -> None:
+    done = optpipe("tune", "--model", "llama3-8b", "--gpu", "h100", "--gpus", 8, "--fix", "pp=16")
+    assert done.code == 2
+    said = "8 GPUs are no multiple of tp 1 x cp 1 x pp 16 = 16; correct one of them: the minimum is"
+    assert said in " ".join(done.err.split())
 
 
 def test_each_number_of_gpus_has_a_row_and_the_smallest_that_fits_is_named(optpipe) -> None:

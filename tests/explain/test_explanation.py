@@ -118,3 +118,13 @@ def test_a_large_schedule_is_explained_in_seconds() -> None:
     explanation = explain(given_problem, rows)
     assert time.process_time() - began < 10
     assert len(explanation.sentences) < 100
+
+
+def test_the_most_that_an_offload_frees_is_said() -> None:
+    """Micro-batch 0 comes back at once and frees nothing; micro-batch 1 frees its activation."""
+    given_problem = problem([offloadable()], [bus()], m=3)
+    rows = programs(
+        "0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0F1 0OFFLOAD1 0RELEASE1 0F2 0B2 0B0 0RELOAD1 0B1"
+    )
+    (text,) = texts(explain(given_problem, rows), "offload")
+    assert "2 of 3 micro-batches (up to 9.5 MiB each, " in text

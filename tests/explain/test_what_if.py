@@ -65,6 +65,7 @@ def answer(after_ms: float, bound_ms: float | None, num_after: int = 4) -> WhatI
         (answer(100, 100), "more: 100.0 ms as before; proven: nothing can be gained"),
         (answer(90, 90), "more: 100.0 -> 90 ms, 10.0% less; proven: that is the best"),
         (answer(90, 80), "more: 100.0 -> 90 ms, 10.0% less; no schedule gains more than 20"),
+        (answer(100, 0), "more: 100.0 ms as before; nothing is proven"),
         (answer(110, None), "more: 100.0 -> 110.0 ms, 10.0% more; nothing is proven"),
         (answer(200, 150, 8), "more: 25 ms per micro-batch as before; no schedule gains more than"),
         (answer(180, 180, 8), "more: 25 -> 22.5 ms per micro-batch, 10.0% less; proven: that is"),

@@ -15,9 +15,14 @@ from benchmarks.scoreboard import published, read_run
 from optpipe.errors import InputError
 from optpipe.planning import Configuration, find_gpu, find_model
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_yaml
-from optpipe.planning.frameworks.megatron_reader import check_even_cut, read_megatron
+from optpipe.planning.frameworks.megatron_reader import (
+    check_even_cut,
+    count_launched_gpus,
+    read_megatron,
+)
 from optpipe.planning.frameworks.torchtitan import read_torchtitan, torchtitan_config
 from optpipe.planning.shape import Optimizer
+from optpipe.requests import TuneRequest
 from tests.planning.test_paste import run
 from tests.strategies import few
 
@@ -142,6 +147,24 @@ def test_a_shell_script_of_megatron_lm() -> None:
     assert (training.zero, training.overlap, training.precision) == (1, True, "bf16")
     assert not training.recompute
     assert found.global_batch == 64
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("NODES=4\ntorchrun --nproc_per_node 8 --nnodes $NODES", 32),
+        ("torchrun --nproc-per-node=4", 4),
+        ("torchrun --nproc-per-node 8 --nnodes $SLURM_NNODES", None),
+        ("torchrun --nproc-per-node gpu", None),
+        ("python", None),
+    ],
+)
+def test_the_gpus_that_a_script_starts(launcher: str, number: int | None) -> None:
+    text = f"{launcher} pretrain_gpt.py --micro-batch-size 1 --tensor-model-parallel-size 2"
+    assert count_launched_gpus(text) == number
+    asked = {"gpu": "h100", "model": "llama3-8b", "current_file": text}
+    assert TuneRequest(**asked).total_gpus == (number or 8)
+    assert TuneRequest(**asked, num_gpus=16).total_gpus == 16
 
 
 def test_a_megatron_bridge_configuration_as_it_is_dumped() -> None:
@@ -308,7 +331,7 @@ TITAN = (
         (BASE + "--tensor-model-parallel-size $TP", r"size = \$TP: must be a number; write it out"),
         (BASE + "--tensor-model-parallel-size 1.5", "= 1.5: must be a whole number >= 1"),
         ("--seq-length 4096 --bf16", "micro_batch_size: is missing; give it"),
-        (BASE + "--tensor-model-parallel-size 3", "16 GPUs: are no multiple of tp 3 x cp 1 x pp 1"),
+        (BASE + "--tensor-model-parallel-size 3", "16 GPUs are no multiple of tp 3 x cp 1 x pp 1"),
         (BASE.replace("16", "17"), "global_batch_size = 17: is no multiple of micro_batch_size 1"),
         (BASE + "--num-layers 80", "num_layers = 80: 'llama3-8b' has 32; correct it, or name"),
         (BASE + "--num-experts 8", "num_moe_experts = 8: 'llama3-8b' has 0"),
@@ -378,7 +401,7 @@ def test_a_wrong_number_of_gpus_is_refused_with_the_minimum() -> None:
     """Six stages with ep 8 need 8 GPUs a stage."""
     text = BASE + "--pipeline-model-parallel-size 6 --expert-model-parallel-size 8 "
     text += "--moe-token-dispatcher-type alltoall --num-layers 48"
-    with pytest.raises(InputError, match=r"32 GPUs: .* pp 6 = 6; .* the minimum is 48 GPUs, and"):
+    with pytest.raises(InputError, match=r"32 GPUs are .* pp 6 = 6; .* minimum is 48 GPUs, and"):
         megatron(text, "qwen3-30b-a3b", 32)
     with pytest.raises(InputError, match=r"ep = 8 x etp = 1 does not divide the 4 .* is 48 GPUs"):
         megatron(text, "qwen3-30b-a3b", 24)

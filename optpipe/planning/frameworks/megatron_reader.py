@@ -175,6 +175,17 @@ def read_megatron(
     return replace(found, not_modelled=tuple(_list_not_modelled(said)))
 
 
+def count_launched_gpus(text: str) -> int | None:
+    """Return the number of processes that torchrun starts in a script; None if it has no number."""
+    try:
+        said = read_settings(text, _READ_AS)
+        if not said.has("nproc_per_node"):
+            return None
+        return said.degree("nnodes", 1) * said.degree("nproc_per_node", None)
+    except InputError:
+        return None
+
+
 _OPTIONS = json.loads(
     resources.files("optpipe.planning.frameworks")
     .joinpath("megatron_options.json")

@@ -161,7 +161,7 @@ def check_gpus(num_gpus: int, *, tp: int, cp: int, pp: int, ep: int = 1, etp: in
     enough = f"the minimum is {least} GPUs, and multiples of it"
     if num_gpus % (tp * cp * pp):
         raise InputError(
-            f"{num_gpus} GPUs: are no multiple of tp {tp} x cp {cp} x pp {pp} = {tp * cp * pp}; "
+            f"{num_gpus} GPUs are no multiple of tp {tp} x cp {cp} x pp {pp} = {tp * cp * pp}; "
             f"correct one of them: {enough}"
         )
     raise FieldError(

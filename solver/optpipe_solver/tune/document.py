@@ -136,6 +136,8 @@ def read_question(request: TuneRequest) -> AskedTune:
             pipeline=PipelineCut(),
         )
         check_starts(one, question.framework, *_OF_DEGREES)
+        degrees = {name: question.fixed.get(name) or 1 for name in ("tp", "cp", "pp", "ep", "etp")}
+        check_gpus(question.num_gpus, **degrees)
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),
             f": no configuration of so many GPUs splits {question.shape.name} and a global batch "

@@ -285,7 +285,7 @@ def test_where_nothing_fits_that_is_an_answer(http) -> None:
         ({"fixed": {"vpp": 2}}, "/fixed/vpp", "unknown field"),
         ({"current_file": "--tp 4"}, "", "current and current_file say the same"),
         ({"current": None, "current_file": "--no 1"}, "/current_file", "micro_batch_size"),
-        ({"current": {"tp": 3}}, "/current", "8 GPUs: are no multiple of tp 3 x cp 1 x pp 1 = 3"),
+        ({"current": {"tp": 3}}, "/current", "8 GPUs are no multiple of tp 3 x cp 1 x pp 1 = 3"),
         ({"current": {"pp": 8, "chunks": 5}}, "/current/pp", "40 stages, but only 34 layers"),
         ({"current": {"recompute": ["all"]}}, "/current/recompute", "is none of full"),
         ({"current": {**TODAY, "micro_batch": 5}}, "/current", "does not divide global_batch"),
