@@ -32,7 +32,7 @@ from optpipe.runtime.measuring import (
     use_fake_ranks,
 )
 from optpipe.runtime.measuring.compiled import compile_layer
-from optpipe.runtime.measuring.operators import Collective, OperatorLog
+from optpipe.runtime.measuring.operators import Collective, OperatorLog, is_in_place
 from optpipe.runtime.measuring.traced import TRACED, TracedClock, without_data
 from optpipe.runtime.passes import WeightGradients
 from optpipe.schedule import ActionType
@@ -472,6 +472,23 @@ class Chooses(nn.Module):
         if self.reads_states:
             is_one = states.sum() > 0
         return self.linear(states) if is_one else states
+
+
+def test_operators_that_change_their_input_are_those_that_torch_calls_so() -> None:
+    """Names say it in every torch; torch 2.13 and newer have a tag to compare with."""
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    operators = [
+        getattr(packet, name)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for name in packet.overloads()
+    ]
+    tagged = [one for one in operators if getattr(torch.Tag, "inplace", None) in one.tags]
+    assert all(map(is_in_place, tagged))
+    add, view = torch.ops.aten.add, torch.ops.aten._unsafe_view
+    assert is_in_place(torch.ops.aten.add_.Tensor)
+    assert not is_in_place(add.Tensor)
+    assert not is_in_place(view.default)
 
 
 def test_values_that_depend_on_shapes_alone_are_known() -> None:

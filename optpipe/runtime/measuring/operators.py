@@ -44,6 +44,7 @@ __all__ = [
     "has_flops",
     "is_causal",
     "is_free",
+    "is_in_place",
     "operator_ms",
     "register_operator_cost",
 ]
@@ -282,6 +283,12 @@ def _count_bytes(*values: Any) -> int:
     return sum(sum(_regions(tensors_in(value)).values()) for value in values)
 
 
+def is_in_place(func: Any) -> bool:
+    """Whether an operator changes its first input (torch 2.12 has no tag that says so)."""
+    name = func.overloadpacket.__name__
+    return bool(name.endswith("_") and (not name.endswith("__") or name.startswith("__i")))
+
+
 def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that an operator without FLOPs reads and writes."""
     name = func.overloadpacket.__name__
@@ -294,7 +301,7 @@ def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         return copied + _count_bytes(indices_and_source, added, added)
     read = [args, {key: value for key, value in kwargs.items() if key != "out"}]
     written = [result, kwargs.get("out")]
-    if torch.Tag.inplace in func.tags:
+    if is_in_place(func):
         # Operators on lists change them and return nothing.
         written.append(args[0])
         read[0] = args[1:] if name in _WRITE_ONLY else args

@@ -27,7 +27,7 @@ from optpipe.runtime.measuring.architectures import count_experts
 from optpipe.runtime.measuring.attention import map_attention
 from optpipe.runtime.measuring.kernels import with_leaf_kernels
 from optpipe.runtime.measuring.memory import meter_for
-from optpipe.runtime.measuring.operators import OperatorLog, operator_ms, tensors_in
+from optpipe.runtime.measuring.operators import OperatorLog, is_in_place, operator_ms, tensors_in
 from optpipe.runtime.measuring.times import Instruments, KnownDevice, Rate
 from optpipe.runtime.offload import PlainCopies
 from optpipe.runtime.preflight import describe
@@ -213,7 +213,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             on_host = self._on_host(kwargs) | ({"device": "cpu"} if "device" in kwargs else {})
             values = tensors_in(func(*self._on_host(args), **on_host))
             self._values.update(zip(results, values, strict=True))
-        elif torch.Tag.inplace in func.tags and given[0] in self._values:
+        elif is_in_place(func) and given[0] in self._values:
             self._forget(given[0])
         return result
 
