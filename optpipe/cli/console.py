@@ -382,7 +382,7 @@ def searching(text: str) -> Iterator[dict[str, Any]]:
     with interruptible() as stop, console.status(text):
         yield {"on_progress": print_progress, "should_stop": stop.is_set}
         if stop.is_set():
-            console.print("stopped by Ctrl-C; the best so far is kept")
+            console.print("stopped by Ctrl-C")
 
 
 def remaining_s(limit_s: float | None, began_s: float) -> float:

@@ -156,6 +156,8 @@ def _load(kernel: Any) -> None:
     # numba itself loads one signature, at the first call with it.
     cached = kernel._cache  # noqa: SLF001 - of numba, as in `optpipe_solver.jit`
     for signature, *_ in cached._cache_file._load_index():  # noqa: SLF001 - no public list
+        if tuple(signature) in kernel.overloads:
+            continue
         stored = cached.load_overload(signature, kernel.targetctx)
         if stored is not None:
             context = kernel.targetctx

@@ -156,6 +156,8 @@ def test_a_shell_script_of_megatron_lm() -> None:
         ("torchrun --nproc-per-node=4", 4),
         ("torchrun --nproc-per-node 8 --nnodes $SLURM_NNODES", None),
         ("torchrun --nproc-per-node gpu", None),
+        ("torchrun --nproc-per-node 8 --nnodes 2 x.py; torchrun --nproc-per-node 4", None),
+        ("srun -N 4 torchrun --nproc-per-node 8", None),
         ("python", None),
     ],
 )

@@ -7,10 +7,11 @@ about settings that no configuration has.
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, get_args
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text, read_layout
@@ -176,14 +177,22 @@ def read_megatron(
 
 
 def count_launched_gpus(text: str) -> int | None:
-    """Return the number of processes that torchrun starts in a script; None if it has no number."""
+    """Return the number of processes that torchrun starts in a script; None if it has no number.
+
+    None also if torchrun is started several times, or on each node by another launcher.
+    """
     try:
         said = read_settings(text, _READ_AS)
-        if not said.has("nproc_per_node"):
+        is_alone = len(_NPROC.findall(text)) == 1 and not _NODE_LAUNCHERS.search(text)
+        if not is_alone or not said.has("nproc_per_node"):
             return None
         return said.degree("nnodes", 1) * said.degree("nproc_per_node", None)
     except InputError:
         return None
+
+
+_NPROC: Final = re.compile(r"--nproc[-_]per[-_]node\b")
+_NODE_LAUNCHERS: Final = re.compile(r"\b(srun|mpirun|mpiexec|pdsh)\b")
 
 
 _OPTIONS = json.loads(
