@@ -126,6 +126,15 @@ def test_kernels_of_other_sources_are_gone_also_where_nobody_could_compile(
     assert warm._mark("begun").exists()
 
 
+def test_what_a_process_has_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load takes memory, which counts after every job."""
+    warm.load_kernels()
+    again: list[object] = []
+    monkeypatch.setattr(warm.CPUDispatcher, "add_overload", lambda _, found: again.append(found))
+    warm.load_kernels()
+    assert not again
+
+
 @pytest.mark.extended
 def test_where_nothing_is_writable_each_process_compiles_for_itself_and_says_so_once() -> None:
     """Importing the solver does not fail there, and no second solve compiles again."""
