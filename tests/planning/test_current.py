@@ -164,9 +164,9 @@ def test_a_shell_script_of_megatron_lm() -> None:
 def test_the_gpus_that_a_script_starts(launcher: str, number: int | None) -> None:
     text = f"{launcher} pretrain_gpt.py --micro-batch-size 1 --tensor-model-parallel-size 2"
     assert count_launched_gpus(text) == number
-    asked = {"gpu": "h100", "model": "llama3-8b", "current_file": text}
-    assert TuneRequest(**asked).total_gpus == (number or 8)
-    assert TuneRequest(**asked, num_gpus=16).total_gpus == 16
+    question = {"gpu": "h100", "model": "llama3-8b", "current_file": text}
+    assert TuneRequest(**question).total_gpus == (number or 8)
+    assert TuneRequest(**question, num_gpus=16).total_gpus == 16
 
 
 def test_a_megatron_bridge_configuration_as_it_is_dumped() -> None:

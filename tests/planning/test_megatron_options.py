@@ -42,7 +42,8 @@ def read(text: str) -> tuple[str, ...]:
     return configuration.not_modelled
 
 
-NAMES = {*OPTIONS["neutral"], *OPTIONS["not_modelled"], *(option.field for option in MODELLED)}
+NAMES = {name for part in ("neutral", "not_modelled", "launcher") for name in OPTIONS[part]}
+NAMES |= {option.field for option in MODELLED}
 
 
 @pytest.mark.extended

@@ -8,6 +8,7 @@ ends, and when its message arrives (messages of one link queue).
 * `ListRule.GREEDY`: a ready backward first, then a forward, then a weight gradient.
 * `ListRule.BLOCK`: the passes in a given order; a device that waits may run a later one.
 * `ListRule.PAIRS`: as `BLOCK`, and a forward and a backward run as a pair where that hides time.
+  Without pairs in the problem it is `BLOCK`.
 
 Ignored: offload, recompute, gradient reductions. Stages use the first mode of their menu.
 """
@@ -802,6 +803,8 @@ class ListScheduler:
         ``num_microbatches``: fewer than the problem's, for a quick look.
         """
         check_stop()
+        if policy.rule == ListRule.PAIRS and not self._times.hidden.size:
+            policy = policy._replace(rule=ListRule.BLOCK)
         m = self._times.num_microbatches if num_microbatches is None else num_microbatches
         times, memory, num_stages = self._times, self._memory, self._times.num_stages
         row = times.row.reshape(num_stages, -1)[:, :m].reshape(-1)

@@ -137,7 +137,10 @@ def read_question(request: TuneRequest) -> AskedTune:
         )
         check_starts(one, question.framework, *_OF_DEGREES)
         degrees = {name: question.fixed.get(name) or 1 for name in ("tp", "cp", "pp", "ep", "etp")}
-        check_gpus(question.num_gpus, **degrees)
+        try:
+            check_gpus(question.num_gpus, **degrees)
+        except InputError as error:
+            raise error.at("/num_gpus") from None
         raise FieldError(
             FieldRef("num_gpus", question.num_gpus),
             f": no configuration of so many GPUs splits {question.shape.name} and a global batch "

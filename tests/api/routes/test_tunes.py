@@ -279,7 +279,7 @@ def test_where_nothing_fits_that_is_an_answer(http) -> None:
         ({"gpu": "h100:8,a100:4"}, "/num_gpus", "num_gpus = 8: gpu has 12 GPUs"),
         ({"gpu": "h100:4,a100"}, "/gpu", "with several kinds each needs its number"),
         ({"gpu": "h100:4,a100:4", "current": {"tp": 8}}, "/current", "stand on two kinds"),
-        ({"num_gpus": 7}, "/num_gpus", "no configuration of so many GPUs"),
+        ({"num_gpus": 7}, "/num_gpus", "7 GPUs are no multiple of tp 4 x cp 1 x pp 2"),
         ({"framework": "deepspeed"}, "/framework", "framework"),
         ({"fixed": {"tp": 0}}, "/fixed/tp", "must be >= 1"),
         ({"fixed": {"vpp": 2}}, "/fixed/vpp", "unknown field"),
