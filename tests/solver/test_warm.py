@@ -13,6 +13,7 @@ from textwrap import indent
 from threading import Thread
 
 import pytest
+from numba.core.registry import CPUDispatcher
 
 from optpipe_solver import solve, warm
 
@@ -130,7 +131,7 @@ def test_what_a_process_has_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch)
     """Each load takes memory, which counts after every job."""
     warm.load_kernels()
     again: list[object] = []
-    monkeypatch.setattr(warm.CPUDispatcher, "add_overload", lambda _, found: again.append(found))
+    monkeypatch.setattr(CPUDispatcher, "add_overload", lambda _, found: again.append(found))
     warm.load_kernels()
     assert not again
 
