@@ -235,7 +235,7 @@ def within_limit(problem: Problem, device: int, program: Program) -> Program | N
     moved = _RoomMaker(problem, device, program, modes).in_order()
     if moved is None:
         return None
-    # What a W needs while it runs is not looked at on the way.
+    # The search ignores the workspace of a W, so the result is checked.
     peak = device_peak_bytes(problem, device, moved, modes)
     return moved if peak <= _usable_bytes(problem, device) else None
 
