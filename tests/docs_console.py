@@ -61,12 +61,12 @@ def make_workplace(folder: Path, *problems: str) -> Path:
 def run_step(step: Step, folder: Path, seconds: int = 2) -> str:
     """Run a command with its search shortened; returns what it printed, errors last.
 
-    Where the page shows a proof, which ends a search before its time, the time is left as it is.
+    Where the page shows a proof, which ends a search before its time, a busy machine gets ten
+    times as long as the page says.
     """
     has_proof = any("(optimal)" in line or "; proven" in line for line in step.shown)
-    command = step.command
-    if not has_proof:
-        command = re.sub(r"(--time-limit )\d+", rf"\g<1>{seconds}", command)
+    limit = r"\g<1>\g<2>0" if has_proof else rf"\g<1>{seconds}"
+    command = re.sub(r"(--time-limit )(\d+)", limit, step.command)
     if any(line.startswith("infeasible: ") for line in step.shown):
         command = f"{command} || [ $? = 3 ]"
     return run_shell(command, folder)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,10 @@ def is_running(pid: int) -> bool:
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
+    # It may end by itself between the question and the signal.
     if is_running(pid):
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def children(pid: int) -> list[int]:

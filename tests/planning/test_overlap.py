@@ -115,11 +115,11 @@ def test_experts_exchange_hides_and_the_rest_of_the_problem_is_what_it_was() -> 
         (a, b, letter) for own in given.stages_of for a in own for b in own for letter in "BI"
     }
     assert min(one.hidden_ms for one in given.pairs) > 0
-    schedule = solve(given, time_limit_s=60, work_limit=0.2).schedule
+    schedule = solve(given, time_limit_s=600, work_limit=0.2).schedule
     assert schedule is not None
     assert find_violations(given, schedule.programs) == []
     alone = given.model_copy(update={"pairs": ()})
-    least = solve(alone, time_limit_s=60, work_limit=0.2).bound_ms
+    least = solve(alone, time_limit_s=600, work_limit=0.2).bound_ms
     assert least is not None
     assert any(action.paired for row in schedule.programs for action in row)
     assert simulate(given, schedule.programs).makespan_ms < least
