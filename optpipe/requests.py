@@ -1394,11 +1394,19 @@ class TuneRequest(ModelOnGpus):
 
     @property
     def total_gpus(self) -> int:
-        """The number of GPUs, of all kinds together; of several numbers the largest."""
+        """The number of GPUs, of all kinds together; of several numbers the largest.
+
+        Raises `InputError` if nothing but a script could say it, and the script does not.
+        """
         if self.gpu_counts is not None:
             return MAX_AUTO_GPUS if self.gpu_counts == "auto" else max(self.gpu_counts)
         given = self.num_gpus or sum(kind.number or 0 for kind in self.gpus)
-        return given or count_launched_gpus(self.current_file or "") or 8
+        try:
+            return given or count_launched_gpus(self.current_file or "") or 8
+        except InputError as error:
+            raise _field_error(
+                f"`num_gpus`: is missing, and `current_file` does not say it ({error}); give it"
+            ) from None
 
     @property
     def chosen_switches(self) -> frozenset[str]:

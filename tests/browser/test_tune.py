@@ -342,7 +342,7 @@ def test_numbers_of_gpus_are_a_curve_and_a_table(context: BrowserContext, tmp_pa
     with server as (url, _), visiting_in(context, url) as visit:
         body = asked(fixed={"tp": 4, "cp": 1, "micro_batch": 1}, gpu_counts=[2, 8, 16])
         del body["num_gpus"], body["current"]
-        body["options"] = {"time_limit_s": 3}
+        body["options"] = {"time_limit_s": 60, "work_limit": 0.5}
         job = httpx.post(f"{url}/v1/tunes?wait=60", json=body, timeout=90).json()
         assert job["name"] == "llama3-8b on 2 to 16 h100"
         page = visit.open(f"?job={job['id']}")

@@ -17,7 +17,7 @@ from optpipe.planning import Configuration, find_gpu, find_model
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_yaml
 from optpipe.planning.frameworks.megatron_reader import (
     check_even_cut,
-    count_launched_gpus,
+    find_model_of,
     read_megatron,
 )
 from optpipe.planning.frameworks.torchtitan import read_torchtitan, torchtitan_config
@@ -37,6 +37,8 @@ DISTRIBUTED="--nproc_per_node 8 --nnodes $SLURM_NNODES"
 MODEL_ARGS=(
     --num-layers 126 --hidden-size 16384
     --num-attention-heads 128   # of 128
+    --group-query-attention --num-query-groups 8
+    --swiglu --untie-embeddings-and-output-weights
     --seq-length $SEQ
     --max-position-embeddings ${SEQ}
 )
@@ -154,19 +156,66 @@ def test_a_shell_script_of_megatron_lm() -> None:
     [
         ("NODES=4\ntorchrun --nproc_per_node 8 --nnodes $NODES", 32),
         ("torchrun --nproc-per-node=4", 4),
-        ("torchrun --nproc-per-node 8 --nnodes $SLURM_NNODES", None),
-        ("torchrun --nproc-per-node gpu", None),
-        ("torchrun --nproc-per-node 8 --nnodes 2 x.py; torchrun --nproc-per-node 4", None),
-        ("srun -N 4 torchrun --nproc-per-node 8", None),
-        ("python", None),
+        ("torchrun --nproc-per-node 8 --nnodes $SLURM_NNODES", r"\(nnodes = \$SLURM_NNODES: must"),
+        ("torchrun --nproc-per-node gpu", r"\(nproc_per_node = gpu: must be a number"),
+        ("torchrun --nproc-per-node 8 x.py; torchrun --nproc-per-node 4", "torchrun 2 times"),
+        ("srun -N 4 torchrun --nproc-per-node 8", "torchrun by srun"),
+        ("python", 8),
     ],
 )
-def test_the_gpus_that_a_script_starts(launcher: str, number: int | None) -> None:
+def test_the_gpus_that_a_script_starts(launcher: str, number: int | str) -> None:
     text = f"{launcher} pretrain_gpt.py --micro-batch-size 1 --tensor-model-parallel-size 2"
-    assert count_launched_gpus(text) == number
     question = {"gpu": "h100", "model": "llama3-8b", "current_file": text}
-    assert TuneRequest(**question).total_gpus == (number or 8)
     assert TuneRequest(**question, num_gpus=16).total_gpus == 16
+    if isinstance(number, int):
+        assert TuneRequest(**question).total_gpus == number
+        return
+    with pytest.raises(InputError, match=f"num_gpus.*is missing.*{number}.*; give it"):
+        _ = TuneRequest(**question).total_gpus
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ("--group-query-attention --num-query-groups 8", None),
+        ("--num-query-groups 8", "group_query_attention: is missing.* all 32 heads"),
+        ("", "group_query_attention: is missing.*; add --group-query-attention"),
+        ("--group-query-attention", "num_query_groups = 1: 'llama3-8b' has 8; correct it"),
+    ],
+)
+def test_heads_with_keys_of_their_own(options: str, wrong: str | None) -> None:
+    """Megatron-LM counts --num-query-groups, which is 1 by default, only with its switch."""
+    text = (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        "--seq-length 4096 --micro-batch-size 1 --global-batch-size 8 --swiglu --vocab-size 128256 "
+        f"--untie-embeddings-and-output-weights {options}"
+    )
+    expected = contextlib.nullcontext() if wrong is None else pytest.raises(InputError, match=wrong)
+    with expected:
+        megatron(text, "llama3-8b", 8)
+    name, config = find_model_of(text)
+    assert name == (None if wrong else "llama3-8b")
+    if config is not None:
+        assert config["num_key_value_heads"] == (1 if "--group" in options else 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "wrong"),
+    [
+        ("llama3-8b", "--untie-embeddings-and-output-weights", "swiglu: is missing.*; add"),
+        ("llama3-8b", "--swiglu", "untie_embeddings_and_output_weights: is missing.*; add"),
+        ("gpt3-175b", "--swiglu", "swiglu: stands there.*not have.*; leave out"),
+        ("gpt3-175b", "", None),
+    ],
+)
+def test_switches_of_another_model_are_refused(model: str, options: str, wrong: str | None) -> None:
+    shape = find_model(model)
+    text = (
+        f"--num-layers {shape.num_layers} --hidden-size {shape.hidden} --seq-length 2048 "
+        f"--micro-batch-size 1 --global-batch-size 16 {options}"
+    )
+    with contextlib.nullcontext() if wrong is None else pytest.raises(InputError, match=wrong):
+        megatron(text, model)
 
 
 def test_a_megatron_bridge_configuration_as_it_is_dumped() -> None:

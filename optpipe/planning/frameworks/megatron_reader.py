@@ -177,18 +177,19 @@ def read_megatron(
 
 
 def count_launched_gpus(text: str) -> int | None:
-    """Return the number of processes that torchrun starts in a script; None if it has no number.
+    """Return the number of processes that torchrun starts in a script; None without torchrun.
 
-    None also if torchrun is started several times, or on each node by another launcher.
+    Raises `InputError` if the text does not say it: by a variable from elsewhere, by several
+    torchruns, or by one on each node of another launcher.
     """
-    try:
-        said = read_settings(text, _READ_AS)
-        is_alone = len(_NPROC.findall(text)) == 1 and not _NODE_LAUNCHERS.search(text)
-        if not is_alone or not said.has("nproc_per_node"):
-            return None
-        return said.degree("nnodes", 1) * said.degree("nproc_per_node", None)
-    except InputError:
+    if not (torchruns := _NPROC.findall(text)):
         return None
+    if len(torchruns) > 1:
+        raise InputError(f"it starts torchrun {len(torchruns)} times")
+    if launcher := _NODE_LAUNCHERS.search(text):
+        raise InputError(f"it starts torchrun by {launcher[0]}")
+    said = read_settings(text, _READ_AS)
+    return said.degree("nnodes", 1) * said.degree("nproc_per_node", None)
 
 
 _NPROC: Final = re.compile(r"--nproc[-_]per[-_]node\b")
@@ -469,11 +470,11 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
             "trains; give model or config"
         )
     vocab = said.integer("vocab_size", 0)
-    is_gated = said.flag("gated_linear_unit")
+    is_gated = _is_gated(said)
     names = [
         name
         for name, shape in MODELS.items()
-        if all(said.integer(field, own) == own for field, own in _sizes_of(shape))
+        if all(_size_said(said, field, own) == own for field, own in _sizes_of(shape))
         and vocab in (0, shape.vocab)
         and (shape.mlp == "swiglu") == is_gated
         and (shape.experts is not None) == said.has("num_moe_experts")
@@ -497,10 +498,10 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
         "num_hidden_layers": said.degree("num_layers", None),
         "hidden_size": said.degree("hidden_size", None),
         "num_attention_heads": heads,
-        "num_key_value_heads": said.degree("num_query_groups", heads),
+        "num_key_value_heads": _size_said(said, "num_query_groups", heads),
         "intermediate_size": said.degree("ffn_hidden_size", None),
         "vocab_size": said.degree("vocab_size", None),
-        "tie_word_embeddings": not said.flag("untie_embeddings_and_output_weights"),
+        "tie_word_embeddings": not said.flag(_UNTIED),
     }
 
 
@@ -522,9 +523,56 @@ def _sizes_of(shape: ModelShape) -> list[tuple[str, int]]:
     return sizes
 
 
+_GROUPED: Final = "group_query_attention"
+
+
+def _size_said(said: FrameworkSettings, name: str, own: int) -> int:
+    """Return a size of `_sizes_of` in a text; ``own``: that of the model, where it is absent."""
+    if _is_ungrouped(said, name):
+        return said.integer("num_attention_heads", None)
+    is_default = name == "num_query_groups" and said.is_arguments and said.flag(_GROUPED)
+    return said.integer(name, 1 if is_default else own)
+
+
+def _is_ungrouped(said: FrameworkSettings, name: str) -> bool:
+    """Whether Megatron-LM gives each head keys of its own, though a text may say otherwise."""
+    is_of_heads = name == "num_query_groups" and said.is_arguments
+    return is_of_heads and said.has("num_attention_heads") and not said.flag(_GROUPED)
+
+
+def _is_gated(said: FrameworkSettings) -> bool:
+    return said.flag("gated_linear_unit") or said.flag("quick_geglu")
+
+
+def _check_switches(said: FrameworkSettings, shape: ModelShape) -> None:
+    """Refuse arguments that describe a model without the switches that make it this one."""
+    for name, is_on, is_own, what in (
+        ("swiglu", _is_gated(said), shape.mlp == "swiglu", "an MLP with a gate"),
+        (_UNTIED, said.flag(_UNTIED), not shape.tied, "a head with weights of its own"),
+    ):
+        if is_on != is_own:
+            missing = "is missing, and" if is_own else "stands there, and"
+            has = f"has {what}; add" if is_own else f"does not have {what}; leave out"
+            raise InputError(
+                f"{name}: {missing} {shape.name!r} {has} --{name.replace('_', '-')}, or name the "
+                "model that the text trains"
+            )
+
+
+_UNTIED: Final = "untie_embeddings_and_output_weights"
+
+
 def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
+    if said.is_arguments and said.has("num_layers") and said.has("hidden_size"):
+        _check_switches(said, shape)
     for name, own in _sizes_of(shape):
-        value = said.integer(name, own)
+        value = _size_said(said, name, own)
+        if value != own and _is_ungrouped(said, name):
+            raise InputError(
+                f"{_GROUPED}: is missing, so Megatron-LM gives all {value} heads their own keys, "
+                f"and {shape.name!r} has {own}; add --group-query-attention --num-query-groups "
+                f"{own}, or name the model that the text trains"
+            )
         if value != own:
             raise InputError(
                 f"{name} = {value}: {shape.name!r} has {own}; correct it, or name the model that "

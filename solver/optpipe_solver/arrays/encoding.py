@@ -344,7 +344,7 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         back=np.array([back for _, back in transits]),
         device_of=np.array(problem.placement, dtype=np.int64),
         owned=owned,
-        grad_sync=np.array([stage.grad_sync_ms for stage in problem.stages]),
+        grad_sync=np.array([stage.grad_sync_ms for stage in problem.stages], dtype=np.float64),
         shared=np.array(shared),
         half_duplex=np.array([d.half_duplex for d in problem.devices]),
         group=np.array(
@@ -358,7 +358,7 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         fill_back=np.array([lane.ms for lane in back]),
         noise=np.zeros(0),
         hidden=hidden,
-        forward=np.array([stage.forward_ms for stage in stages]),
+        forward=np.array([stage.forward_ms for stage in stages], dtype=np.float64),
     )
 
 

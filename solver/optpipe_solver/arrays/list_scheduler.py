@@ -810,7 +810,7 @@ class ListScheduler:
         row = times.row.reshape(num_stages, -1)[:, :m].reshape(-1)
         times = times._replace(num_microbatches=m, num_cells=num_stages * m, row=row)
         adds, rises = memory.adds[:, :num_stages, 0], memory.rises[:, :num_stages, 0]
-        finish = rises[FULL_BACKWARD]
+        finish = rises[FULL_BACKWARD].copy()  # contiguous: a kernel for each layout takes 20 s
         if policy.split and policy.rule != ListRule.PAIRS:
             after = adds[BACKWARD_INPUT] + rises[BACKWARD_WEIGHT]
             finish = np.maximum(rises[BACKWARD_INPUT], after)

@@ -258,6 +258,7 @@ def test_a_run_with_other_multi_token_prediction_is_not_compared(model: str, num
 SCRIPT = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--group-query-attention --num-query-groups 8 --swiglu --vocab-size 128256 "
+    "--untie-embeddings-and-output-weights "
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 "
     "--global-batch-size 32 --seq-length 8192 --bf16 --use-distributed-optimizer "
     "--use-precision-aware-optimizer --exp-avg-dtype bf16 --sequence-parallel --fp8-param-gather"
