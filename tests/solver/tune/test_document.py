@@ -306,6 +306,7 @@ def test_a_question_without_fine_tuning_is_the_same_as_before() -> None:
 
 def test_a_script_of_a_model_that_the_catalogue_does_not_have_makes_a_config() -> None:
     text = SCRIPT.replace("--ffn-hidden-size 14336", "--ffn-hidden-size 12288")
+    text = text.replace("--untie-embeddings-and-output-weights", "")
     shape = ask({**OF_SCRIPT, "current_file": text}).question.shape
     assert (shape.ffn, shape.num_kv_heads, shape.tied) == (12288, 8, True)
 
