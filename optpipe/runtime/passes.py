@@ -57,6 +57,7 @@ __all__ = [
     "WeightGradients",
     "cannot_return_gradients",
     "check_delaying",
+    "class_forwards",
     "deferred_bytes",
     "save_random_state",
     "split_linears",
@@ -558,13 +559,35 @@ def _linears(module: nn.Module) -> list[nn.Linear]:
     return cast("list[nn.Linear]", found)
 
 
-CLASS_FORWARD = "optpipe_class_forward"
+_CLASS_FORWARD = "optpipe_class_forward"
 """Attribute that a layer's own ``forward`` has if it calls the ``forward`` of the layer's class."""
+
+
+@contextmanager
+def class_forwards(layers: Iterable[nn.Linear]) -> Iterator[None]:
+    """Let the forwards that a framework gives to layers call those of the layers' classes.
+
+    `split_linears` can split such layers afterwards: it changes their classes.
+    """
+    before = {layer: partial(_run_class_forward, layer) for layer in layers}
+    for layer, forward in before.items():
+        layer.forward = forward  # type: ignore[method-assign]
+    yield
+    for layer, forward in before.items():
+        if layer.forward is forward:
+            del layer.forward
+        else:
+            setattr(layer.forward, _CLASS_FORWARD, True)
+
+
+def _run_class_forward(layer: nn.Linear, *args: Any) -> Any:
+    """Run the ``forward`` of the class that a layer has by then."""
+    return type(layer).forward(layer, *args)
 
 
 def _runs_class_forward(layer: nn.Module) -> bool:
     own = vars(layer).get("forward")
-    return own is None or hasattr(own, CLASS_FORWARD)
+    return own is None or hasattr(own, _CLASS_FORWARD)
 
 
 def _split_class_of(kind: type[nn.Module]) -> type[SplitLinear] | None:

@@ -17,7 +17,6 @@ So the model's code makes masks and rotary tables on every stage, from ``attenti
 from __future__ import annotations
 
 import copy
-from functools import partial
 from importlib import metadata
 from itertools import accumulate
 from types import MethodType
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe.errors import PreflightError
-from optpipe.runtime.passes import CLASS_FORWARD
+from optpipe.runtime.passes import class_forwards
 from optpipe.runtime.trainers import require_framework
 from optpipe.runtime.trainers.split import (
     Passed,
@@ -205,7 +204,7 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     )
 
     rules: dict[str, str] = {}
-    linears: list[nn.Module] = []
+    linears: list[nn.Linear] = []
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for place, module in model.named_modules():
         rule = plan.get(replace_layer_number_by_wildcard(place))
@@ -225,10 +224,8 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
             rules[place] = rule
         if type(module) is nn.Linear and place in rules:
             linears.append(module)
-            module.forward = partial(_run_class_forward, module)  # type: ignore[method-assign]
-    apply_tensor_parallelism(model, mesh, rules)
-    for linear in linears:
-        setattr(linear.forward, CLASS_FORWARD, True)
+    with class_forwards(linears):
+        apply_tensor_parallelism(model, mesh, rules)
     _share_again(owners.values())
 
 
@@ -282,11 +279,6 @@ def _is_between(module: nn.Module, place: str, plan: dict[str, str]) -> bool:
 
 
 _COLUMNS: Final = ("colwise", "packed_colwise")
-
-
-def _run_class_forward(layer: nn.Module, *args: Any) -> Any:
-    """Run the ``forward`` of the class that a layer has by then."""
-    return type(layer).forward(layer, *args)
 
 
 def _reducing(group: dist.ProcessGroup) -> Callable[[nn.Module, Any], None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import PreflightError
-from optpipe.runtime.passes import treat_as_plain
+from optpipe.runtime.passes import class_forwards, treat_as_plain
 from optpipe.runtime.preflight import num_microbatches_of
 from optpipe.runtime.runner import PipelineRunner
 from optpipe.runtime.trainers import require_framework
@@ -102,18 +102,19 @@ def pipeline_llm(
         )
     mesh = parallel_dims.get_mesh("pp")
     own = [stage for stage, home in enumerate(placement) if home == mesh.get_local_rank()]
-    parts = {
-        stage: parallelize_fn(
-            _split_module(model, names[stage]),
-            parallel_dims=parallel_dims,
-            training=training,
-            parallelism=parallelism,
-            compile_config=compile_config,
-            ac_config=ac_config,
-            dump_folder=dump_folder,
-        )
-        for stage in own
-    }
+    parts: dict[int, nn.Module] = {}
+    for stage in own:
+        part = _split_module(model, names[stage])
+        with class_forwards(layer for layer in part.modules() if type(layer) is Linear):
+            parts[stage] = parallelize_fn(
+                part,
+                parallel_dims=parallel_dims,
+                training=training,
+                parallelism=parallelism,
+                compile_config=compile_config,
+                ac_config=ac_config,
+                dump_folder=dump_folder,
+            )
 
     def scalar_loss(*args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = loss_fn(*args, **kwargs)[0]
