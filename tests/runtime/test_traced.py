@@ -63,7 +63,9 @@ class Gate(nn.Module):
         tokens = states.flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(-1).max(-1)
         order = chosen.argsort()
-        ends = functional.one_hot(chosen, 2).sum(0).cumsum(0).to(torch.int32)
+        # As `one_hot`, which before torch 2.13 calls other operators on tensors without data.
+        is_chosen = chosen[:, None] == torch.arange(2, device=chosen.device)
+        ends = is_chosen.sum(0).cumsum(0).to(torch.int32)
         inner = functional.silu(functional.grouped_mm(tokens[order], self.up, offs=ends))
         outer = functional.grouped_mm(inner, self.down, offs=ends)
         mixed = torch.zeros_like(tokens).index_add(0, order, outer * weights[order, None])
