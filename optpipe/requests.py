@@ -1342,7 +1342,7 @@ class TuneRequest(ModelOnGpus):
         is_titan = "torchtitan" in (self.current_format, self.framework)
         if text is None or is_titan or "parallelism." in text:
             return self
-        request = self
+        request, num_gpus = self, self.total_gpus
         try:
             if self.model is None and self.config is None:
                 model, config = find_model_of(text)
@@ -1351,7 +1351,7 @@ class TuneRequest(ModelOnGpus):
                 text,
                 request.shape,
                 self.gpus[0].hardware,
-                self.total_gpus,
+                num_gpus,
                 global_batch=self.global_batch,
                 sequence=self.packed_settings["sequence"],
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -567,22 +567,28 @@ _CLASS_FORWARD = "optpipe_class_forward"
 def class_forwards(layers: Iterable[nn.Linear]) -> Iterator[None]:
     """Let the forwards that a framework gives to layers call those of the layers' classes.
 
-    `split_linears` can split such layers afterwards: it changes their classes.
+    `split_linears` can split such layers afterwards: it changes their classes. Layers that have a
+    forward of their own before are left alone.
     """
-    before = {layer: partial(_run_class_forward, layer) for layer in layers}
-    for layer, forward in before.items():
+    plain = [layer for layer in layers if "forward" not in vars(layer)]
+    late = {layer: partial(_run_class_forward, layer) for layer in plain}
+    for layer, forward in late.items():
         layer.forward = forward  # type: ignore[method-assign]
-    yield
-    for layer, forward in before.items():
-        if layer.forward is forward:
-            del layer.forward
-        else:
-            setattr(layer.forward, _CLASS_FORWARD, True)
+    try:
+        yield
+    finally:
+        for layer, forward in late.items():
+            now = vars(layer).get("forward")
+            if now is forward:
+                del layer.forward
+            elif now is not None:
+                with suppress(AttributeError):  # a bound method: the layer is not split
+                    setattr(now, _CLASS_FORWARD, True)
 
 
-def _run_class_forward(layer: nn.Linear, *args: Any) -> Any:
+def _run_class_forward(layer: nn.Linear, *args: Any, **named: Any) -> Any:
     """Run the ``forward`` of the class that a layer has by then."""
-    return type(layer).forward(layer, *args)
+    return type(layer).forward(layer, *args, **named)
 
 
 def _runs_class_forward(layer: nn.Module) -> bool:

@@ -159,7 +159,11 @@ def test_a_shell_script_of_megatron_lm() -> None:
         ("torchrun --nproc-per-node 8 --nnodes $SLURM_NNODES", r"\(nnodes = \$SLURM_NNODES: must"),
         ("torchrun --nproc-per-node gpu", r"\(nproc_per_node = gpu: must be a number"),
         ("torchrun --nproc-per-node 8 x.py; torchrun --nproc-per-node 4", "torchrun 2 times"),
-        ("srun -N 4 torchrun --nproc-per-node 8", "torchrun by srun"),
+        ("srun -N 4 torchrun --nproc-per-node 8", "processes by srun"),
+        ("cd x && mpirun -np 64 python", "processes by mpirun"),
+        ("torchrun --nnodes 4", 4),
+        ("# srun or torchrun --nproc-per-node 4\necho torchrun --nproc-per-node 2\npython", 8),
+        ("torchrun --log-dir /data/srun/x --nproc-per-node 4", 4),
         ("python", 8),
     ],
 )
@@ -197,6 +201,10 @@ def test_heads_with_keys_of_their_own(options: str, wrong: str | None) -> None:
     assert name == (None if wrong else "llama3-8b")
     if config is not None:
         assert config["num_key_value_heads"] == (1 if "--group" in options else 32)
+    name, config = find_model_of(text.replace("--untie-embeddings-and-output-weights", ""))
+    assert name is None
+    assert config is not None
+    assert config["tie_word_embeddings"] is True
 
 
 @pytest.mark.parametrize(
@@ -206,6 +214,10 @@ def test_heads_with_keys_of_their_own(options: str, wrong: str | None) -> None:
         ("llama3-8b", "--swiglu", "untie_embeddings_and_output_weights: is missing.*; add"),
         ("gpt3-175b", "--swiglu", "swiglu: stands there.*not have.*; leave out"),
         ("gpt3-175b", "", None),
+        ("gpt3-175b", "if a; then b; else c=--swiglu; fi", None),
+        ("llama3-8b", "--use-checkpoint-args", None),
+        ("mixtral-8x7b", "--swiglu --untie-embeddings-and-output-weights", "num_experts: is miss"),
+        ("llama3-8b", "--multi-latent-attention", "multi_latent_attention: stands there"),
     ],
 )
 def test_switches_of_another_model_are_refused(model: str, options: str, wrong: str | None) -> None:

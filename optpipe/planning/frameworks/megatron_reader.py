@@ -102,7 +102,7 @@ def read_megatron(
         if broken:
             raise InputError(sentence)
     _check_text(said)
-    shape = _shape_said(said, shape)
+    shape = _shape_said(said, shape, text)
     has_experts = shape.experts is not None
     tp, cp = said.degree("tensor_model_parallel_size", 1), said.degree("context_parallel_size", 1)
     pp = said.degree("pipeline_model_parallel_size", 1)
@@ -180,20 +180,23 @@ def count_launched_gpus(text: str) -> int | None:
     """Return the number of processes that torchrun starts in a script; None without torchrun.
 
     Raises `InputError` if the text does not say it: by a variable from elsewhere, by several
-    torchruns, or by one on each node of another launcher.
+    torchruns, or by another launcher on each node.
     """
-    if not (torchruns := _NPROC.findall(text)):
-        return None
-    if len(torchruns) > 1:
+    code = _COMMENT.sub("", text.replace("\\\n", " "))
+    if launcher := _NODE_LAUNCHER.search(code):
+        raise InputError(f"it starts processes by {launcher[1]}")
+    if len(torchruns := _NPROC.findall(code)) > 1:
         raise InputError(f"it starts torchrun {len(torchruns)} times")
-    if launcher := _NODE_LAUNCHERS.search(text):
-        raise InputError(f"it starts torchrun by {launcher[0]}")
-    said = read_settings(text, _READ_AS)
-    return said.degree("nnodes", 1) * said.degree("nproc_per_node", None)
+    if not torchruns and not _NNODES.search(code):
+        return None
+    said = read_settings(code, _READ_AS)
+    return said.degree("nnodes", 1) * said.degree("nproc_per_node", 1)
 
 
+_COMMENT: Final = re.compile(r"(?:(?:^|\s)#|^\s*echo\b).*", re.MULTILINE)
 _NPROC: Final = re.compile(r"--nproc[-_]per[-_]node\b")
-_NODE_LAUNCHERS: Final = re.compile(r"\b(srun|mpirun|mpiexec|pdsh)\b")
+_NNODES: Final = re.compile(r"--nnodes\b")
+_NODE_LAUNCHER: Final = re.compile(r"(?:^|[;&|(])\s*(srun|mpirun|mpiexec|pdsh)\s", re.MULTILINE)
 
 
 _OPTIONS = json.loads(
@@ -479,6 +482,7 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
         and (shape.mlp == "swiglu") == is_gated
         and (shape.experts is not None) == said.has("num_moe_experts")
         and (shape.latent is not None) == said.flag("multi_latent_attention")
+        and (_is_special(shape) or not said.is_arguments or shape.tied != said.flag(_UNTIED))
     ]
     if len(names) > 1:
         raise InputError(
@@ -524,6 +528,8 @@ def _sizes_of(shape: ModelShape) -> list[tuple[str, int]]:
 
 
 _GROUPED: Final = "group_query_attention"
+_OF_CHECKPOINT: Final = "use_checkpoint_args"
+"""Megatron-LM then takes what makes the model from a checkpoint."""
 
 
 def _size_said(said: FrameworkSettings, name: str, own: int) -> int:
@@ -537,34 +543,43 @@ def _size_said(said: FrameworkSettings, name: str, own: int) -> int:
 def _is_ungrouped(said: FrameworkSettings, name: str) -> bool:
     """Whether Megatron-LM gives each head keys of its own, though a text may say otherwise."""
     is_of_heads = name == "num_query_groups" and said.is_arguments
-    return is_of_heads and said.has("num_attention_heads") and not said.flag(_GROUPED)
+    is_off = not said.flag(_GROUPED) and not said.flag(_OF_CHECKPOINT)
+    return is_of_heads and said.has("num_attention_heads") and is_off
 
 
 def _is_gated(said: FrameworkSettings) -> bool:
     return said.flag("gated_linear_unit") or said.flag("quick_geglu")
 
 
-def _check_switches(said: FrameworkSettings, shape: ModelShape) -> None:
+def _is_special(shape: ModelShape) -> bool:
+    """Whether a text alone makes no config of it."""
+    return shape.experts is not None or shape.latent is not None
+
+
+def _check_switches(said: FrameworkSettings, shape: ModelShape, *, has_branches: bool) -> None:
     """Refuse arguments that describe a model without the switches that make it this one."""
     for name, is_on, is_own, what in (
+        ("num_experts", said.has("num_moe_experts"), shape.experts is not None, "experts"),
+        ("multi_latent_attention", said.flag("multi_latent_attention"),
+         shape.latent is not None, "latent attention"),
         ("swiglu", _is_gated(said), shape.mlp == "swiglu", "an MLP with a gate"),
         (_UNTIED, said.flag(_UNTIED), not shape.tied, "a head with weights of its own"),
-    ):
-        if is_on != is_own:
-            missing = "is missing, and" if is_own else "stands there, and"
-            has = f"has {what}; add" if is_own else f"does not have {what}; leave out"
-            raise InputError(
-                f"{name}: {missing} {shape.name!r} {has} --{name.replace('_', '-')}, or name the "
-                "model that the text trains"
-            )
+    ):  # fmt: skip
+        # What stands in a branch may not be taken.
+        if is_on == is_own or (is_on and has_branches):
+            continue
+        missing = "is missing, and" if is_own else "stands there, and"
+        has = f"has {what}; add" if is_own else f"does not have {what}; leave out"
+        raise InputError(
+            f"{name}: {missing} {shape.name!r} {has} --{name.replace('_', '-')} in the text "
+            "itself, or name the model that it trains"
+        )
 
 
 _UNTIED: Final = "untie_embeddings_and_output_weights"
 
 
-def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
-    if said.is_arguments and said.has("num_layers") and said.has("hidden_size"):
-        _check_switches(said, shape)
+def _shape_said(said: FrameworkSettings, shape: ModelShape, text: str) -> ModelShape:
     for name, own in _sizes_of(shape):
         value = _size_said(said, name, own)
         if value != own and _is_ungrouped(said, name):
@@ -578,6 +593,10 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
                 f"{name} = {value}: {shape.name!r} has {own}; correct it, or name the model that "
                 "the text trains"
             )
+    has_sizes = said.has("num_layers") and said.has("hidden_size")
+    if said.is_arguments and has_sizes and not said.flag(_OF_CHECKPOINT):
+        has_branches = re.search(r"\b(else|elif|esac)\b", text) is not None
+        _check_switches(said, shape, has_branches=has_branches)
     layout = said.layout()
     mtp = shape.mtp
     if said.mentions("mtp_num_layers"):
