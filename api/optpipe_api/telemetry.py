@@ -288,6 +288,11 @@ class _StreamWriter(logging.Handler):
     def createLock(self) -> None:  # noqa: N802 - the name is logging's
         self.lock = None
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        # Since Python 3.13 the handler of the standard library needs its lock.
+        self.emit(record)
+        return True
+
     def emit(self, record: logging.LogRecord) -> None:
         text = f"{record.getMessage()}\n"
         try:
