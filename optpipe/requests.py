@@ -1396,7 +1396,7 @@ class TuneRequest(ModelOnGpus):
     def total_gpus(self) -> int:
         """The number of GPUs, of all kinds together; of several numbers the largest.
 
-        Raises `InputError` if nothing but a script could say it, and the script does not.
+        Raises `InputError` if the request has no number and its script starts an unknown one.
         """
         if self.gpu_counts is not None:
             return MAX_AUTO_GPUS if self.gpu_counts == "auto" else max(self.gpu_counts)

@@ -113,8 +113,8 @@ def _optpipe(version: Version = False) -> None:
     \b
     Exit codes: 0 done; 1 a failure outside the input, such as a missing package or an
     unreachable service; 2 bad input; 3 proven infeasible; 4 no schedule found, and none
-    proven impossible; 130 ended by Ctrl-C. solve, plan and tune that have an answer at
-    Ctrl-C give it, and exit with 0.
+    proven impossible; 130 ended by Ctrl-C. After Ctrl-C, solve, plan and tune print the
+    answer that they have, and exit with 0.
     """
 
 

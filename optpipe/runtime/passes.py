@@ -565,10 +565,10 @@ _CLASS_FORWARD = "optpipe_class_forward"
 
 @contextmanager
 def class_forwards(layers: Iterable[nn.Linear]) -> Iterator[None]:
-    """Let the forwards that a framework gives to layers call those of the layers' classes.
+    """Make a framework that replaces the forwards of layers wrap those of the layers' classes.
 
-    `split_linears` can split such layers afterwards: it changes their classes. Layers that have a
-    forward of their own before are left alone.
+    `split_linears` can then split these layers, because it changes their classes. Layers that
+    already have a forward of their own stay as they are.
     """
     plain = [layer for layer in layers if "forward" not in vars(layer)]
     late = {layer: partial(_run_class_forward, layer) for layer in plain}

@@ -212,12 +212,12 @@ def test_heads_with_keys_of_their_own(options: str, wrong: str | None) -> None:
     [
         ("llama3-8b", "--untie-embeddings-and-output-weights", "swiglu: is missing.*; add"),
         ("llama3-8b", "--swiglu", "untie_embeddings_and_output_weights: is missing.*; add"),
-        ("gpt3-175b", "--swiglu", "swiglu: stands there.*not have.*; leave out"),
+        ("gpt3-175b", "--swiglu", "swiglu: is given.*not have.*; leave"),
         ("gpt3-175b", "", None),
         ("gpt3-175b", "if a; then b; else c=--swiglu; fi", None),
         ("llama3-8b", "--use-checkpoint-args", None),
         ("mixtral-8x7b", "--swiglu --untie-embeddings-and-output-weights", "num_experts: is miss"),
-        ("llama3-8b", "--multi-latent-attention", "multi_latent_attention: stands there"),
+        ("llama3-8b", "--multi-latent-attention", "multi_latent_attention: is given"),
     ],
 )
 def test_switches_of_another_model_are_refused(model: str, options: str, wrong: str | None) -> None:

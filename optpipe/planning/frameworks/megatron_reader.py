@@ -179,8 +179,8 @@ def read_megatron(
 def count_launched_gpus(text: str) -> int | None:
     """Return the number of processes that torchrun starts in a script; None without torchrun.
 
-    Raises `InputError` if the text does not say it: by a variable from elsewhere, by several
-    torchruns, or by another launcher on each node.
+    Raises `InputError` if the number is unknown: a variable is not set in the text, torchrun is
+    started several times, or another launcher starts the processes.
     """
     code = _COMMENT.sub("", text.replace("\\\n", " "))
     if launcher := _NODE_LAUNCHER.search(code):
@@ -533,7 +533,7 @@ _OF_CHECKPOINT: Final = "use_checkpoint_args"
 
 
 def _size_said(said: FrameworkSettings, name: str, own: int) -> int:
-    """Return a size of `_sizes_of` in a text; ``own``: that of the model, where it is absent."""
+    """Return a size of `_sizes_of` in a text; ``own``: the model's size, if the text has none."""
     if _is_ungrouped(said, name):
         return said.integer("num_attention_heads", None)
     is_default = name == "num_query_groups" and said.is_arguments and said.flag(_GROUPED)
@@ -541,7 +541,7 @@ def _size_said(said: FrameworkSettings, name: str, own: int) -> int:
 
 
 def _is_ungrouped(said: FrameworkSettings, name: str) -> bool:
-    """Whether Megatron-LM gives each head keys of its own, though a text may say otherwise."""
+    """Whether Megatron-LM ignores ``num_query_groups``, so that each head has its own keys."""
     is_of_heads = name == "num_query_groups" and said.is_arguments
     is_off = not said.flag(_GROUPED) and not said.flag(_OF_CHECKPOINT)
     return is_of_heads and said.has("num_attention_heads") and is_off
@@ -552,7 +552,7 @@ def _is_gated(said: FrameworkSettings) -> bool:
 
 
 def _is_special(shape: ModelShape) -> bool:
-    """Whether a text alone makes no config of it."""
+    """Whether a script has too few sizes to make a config of such a model."""
     return shape.experts is not None or shape.latent is not None
 
 
@@ -565,15 +565,14 @@ def _check_switches(said: FrameworkSettings, shape: ModelShape, *, has_branches:
         ("swiglu", _is_gated(said), shape.mlp == "swiglu", "an MLP with a gate"),
         (_UNTIED, said.flag(_UNTIED), not shape.tied, "a head with weights of its own"),
     ):  # fmt: skip
-        # What stands in a branch may not be taken.
+        # A switch inside of a branch may not apply.
         if is_on == is_own or (is_on and has_branches):
             continue
-        missing = "is missing, and" if is_own else "stands there, and"
-        has = f"has {what}; add" if is_own else f"does not have {what}; leave out"
-        raise InputError(
-            f"{name}: {missing} {shape.name!r} {has} --{name.replace('_', '-')} in the text "
-            "itself, or name the model that it trains"
-        )
+        option = f"--{name.replace('_', '-')}"
+        fault = f"is missing, and {shape.name!r} has {what}; add {option} to the text itself"
+        if not is_own:
+            fault = f"is given, but {shape.name!r} does not have {what}; leave {option} out"
+        raise InputError(f"{name}: {fault}, or name the model that the text trains")
 
 
 _UNTIED: Final = "untie_embeddings_and_output_weights"
