@@ -44,6 +44,7 @@ class Fleet:
         self.ports = _free_ports(num_servers)
         self.pids: dict[int, int] = {}
         self.answers = dict.fromkeys(self.ports, 0)
+        """How often each has answered in its present life."""
         self.num_lives = 0
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.api.mortal"],
@@ -58,6 +59,7 @@ class Fleet:
         """Start every server that is not running."""
         for port in self.ports:
             if port not in self.pids or not is_running(self.pids[port]):
+                self.answers[port] = 0
                 self.pids[port] = self._start(port)
                 self.num_lives += 1
 

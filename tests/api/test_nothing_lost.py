@@ -123,7 +123,6 @@ class Reaper:
                     self._fleet.kill_solver(self._choice)
                     time.sleep(self._choice.random() * 0.1)
                 self._fleet.kill(port)
-                self._fleet.answers[port] = 0
                 self._due[port] = self._choice.randint(1, MOST_ANSWERS)
                 self.num_left -= 1
 
@@ -281,10 +280,12 @@ def test_servers_may_die_where_they_write(
             elif left == stops:
                 # Only a job that outlasts the server's goodbye is given back.
                 trial.errands.pause_s = 1.0
-            # It runs when its process is ready, and not before.
-            is_due = stops and store.counts()[JobState.RUNNING] > 0
+            port = choice.choice(fleet.ports)
+            # It runs when its process is ready, and not before. A job counts as running until the
+            # lease of a dead server has expired, and only a server that lives sees that.
+            is_due = stops and fleet.answers[port] > 2 and store.counts()[JobState.RUNNING] > 0
             if is_due and choice.random() < 0.2:
-                fleet.kill(choice.choice(fleet.ports), signal.SIGTERM)
+                fleet.kill(port, signal.SIGTERM)
 
         trial.run(store, disturb)
         assert fleet.points_left() == set()
