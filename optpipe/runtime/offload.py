@@ -34,12 +34,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import OffloadError
 from optpipe.runtime.torch_names import (
-    copy_all,
     detached,
     parts_with_memory,
     storage_identity,
     tensors_of,
-    untraced,
     version_of,
     viewed,
 )
@@ -421,7 +419,7 @@ class SavedActivations:
             tensor.data = self._unpack(view)
 
     # Untraced: torch.compile would trace this function, and once more for every storage.
-    @untraced
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _View | _Shard:
         if type(tensor) is DTensor:
             return self._pack_shard(tensor)
@@ -460,7 +458,7 @@ class SavedActivations:
         )
         return _Shard(packed, whole)
 
-    @untraced
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, packed: Tensor | KeptTensor | _View | _Shard) -> Tensor:
         if type(packed) is _Shard:
             return packed.whole(self._unpack(packed.view))
@@ -567,9 +565,8 @@ class PlainCopies:
 
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
         """Copy synchronously."""
-        if pairs:
-            sources, targets = map(list, zip(*pairs, strict=True))
-            copy_all(targets, sources)
+        for source, target in pairs:
+            target.copy_(source)
         return self
 
     def to_device(self, pairs: Sequence[Pair]) -> Fence:

@@ -32,7 +32,6 @@ from optpipe.runtime.torch_names import (
     detached,
     in_backward,
     storage_identity,
-    untraced,
     version_of,
     versions_of,
 )
@@ -199,7 +198,7 @@ class SliceStates:
             )
         return joined
 
-    @untraced
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _JoinedView:
         if not is_plain(tensor):
             return detached(tensor)
@@ -210,7 +209,7 @@ class SliceStates:
         return _JoinedView(whole, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
 
-@untraced
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _unpack(packed: Tensor | KeptTensor | _JoinedView) -> Tensor:
     if isinstance(packed, _JoinedView):
         return packed.joined.join_again().as_strided(packed.size, packed.stride, packed.offset)

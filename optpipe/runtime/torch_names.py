@@ -1,31 +1,27 @@
 """All private names of torch that the runtime uses.
 
-`PRIVATE_NAMES` says of each what it is for, and what the runtime would do without it. `make
-test-torch` runs the runtime's tests with another torch; ``tests/test_house.py`` compares the list
-with the code.
+`PRIVATE_NAMES` says of each what it is for, and what the runtime would do without it. All are
+tested in torch 2.12.1, 2.13.0, 2.14.1 and 2.15.0 (`make test-torch` runs the runtime's tests with
+another torch). ``tests/test_house.py`` compares the list with the code.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._dynamo import eval_frame
-from torch._dynamo.decorators import skip
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._library.effects import EffectType
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.library import custom_op
+from torch.library import EffectType, custom_op  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -52,7 +48,6 @@ __all__ = [
     "alias_no_view",
     "backends",
     "buffers_of",
-    "copy_all",
     "default_store",
     "dependencies_of",
     "detached",
@@ -67,7 +62,6 @@ __all__ = [
     "inductor_decompositions",
     "is_compiled",
     "is_grouped_product",
-    "is_profiled",
     "is_transformed",
     "join_fake_ranks",
     "note_accumulator_hooks",
@@ -87,7 +81,6 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "types_when_gathered",
-    "untraced",
     "version_of",
     "versions_of",
     "viewed",
@@ -96,59 +89,78 @@ __all__ = [
 ]
 
 
+class PrivateName(NamedTuple):
+    """What a private name is for, and what the runtime would do without it."""
+
+    use: str
+    instead: str
+
+
+_NO_SPLIT: Final = "the stage gets fused B"
+
 PRIVATE_NAMES: Final = {
     # Modules and tensors.
-    "torch.utils._pytree": "tensors in nested values; instead: the package optree",
-    "torch.utils._python_dispatch": "operators that a pass calls, and the parts of wrapped tensors;"
-    " instead: no measured memory inside of a pass, no DTensors,"
-    " and no compiled layers in a trace",
-    "_version": "changes in place; documented, but named like a private name",
-    "_base": "what a tensor is a view of; instead: weights that are views are not split",
-    "_unsafe_view": "a tensor without memory that has the graph of an output; instead: outputs stay"
-    " until their backward",
-    "_cdata": "whether two tensors share a storage; instead: `data_ptr`, not for tensors without"
-    " data",
-    "_parameters": "a module's own parameters, quickly; instead: `parameters`",
-    "_buffers": "a module's own buffers, quickly; instead: `buffers`",
-    "_foreach_copy_": "one call for many copies; instead: a call each",
-    "_grouped_mm": "products of experts; instead: such experts get fused B",
-    "_can_use_grouped_mm": "of transformers: whether it makes these products; instead: as above",
-    "_SetExcludeDispatchKeyGuard": "changes in place of what selective checkpointing keeps; without"
-    " it: such a change is not refused, and gradients are wrong",
-    # Autograd: which gradients W makes. Without these, a stage gets fused B.
-    "_backward_hooks": "whether somebody waits for a parameter's gradient",
-    "_post_accumulate_grad_hooks": "whether somebody waits for a parameter's gradient",
-    "_current_graph_task_id": "whether a backward is running",
-    "_current_autograd_node": "the parameters of the node that is running",
-    "_will_engine_execute_node": "whether the running backward adds to a parameter's gradient",
-    "_are_functorch_transforms_active": "whether a function of torch.func runs (`vmap`, `jvp`,"
-    " `grad`); without it: these fail in split layers",
-    # Compiled code. Without these, a compiled stage gets fused B.
-    "torch._dynamo.eval_frame": "which modules are compiled",
-    "_compiled_call_impl": "which modules are compiled",
-    "torch._C._dynamo": "whether code is being compiled",
-    "torch._dynamo.decorators": "functions that compiled code calls as they are",
-    "torch._library.effects": "operators with an effect keep their order",
-    "torch._inductor.decomposition": "into what torch.compile takes operators apart; instead: in"
-    " traces, compiled layers with a LayerNorm or a softmax keep a sixth too much",
-    # Data parallelism. Without these, a stage under DDP or FSDP2 gets fused B.
-    "_get_ddp_logging_data": "how many parameters DDP reduces",
-    "_module_parameters": "which parameters DDP knows",
-    "_fsdp_param_groups": "which parameters FSDP2 gathers, and their type",
+    "torch.utils._pytree": PrivateName("tensors in nested values", "the package optree"),
+    "torch.utils._python_dispatch": PrivateName(
+        "operators that a pass calls, and the parts of wrapped tensors",
+        "no measured memory inside of a pass, no DTensors, and no compiled layers in a trace",
+    ),
+    "_version": PrivateName(
+        "changes in place; torch's notes on autograd describe it",
+        "recomputing and offloading are refused, because a change would go unnoticed",
+    ),
+    "_base": PrivateName("what a tensor is a view of", "weights that are views are not split"),
+    "_unsafe_view": PrivateName(
+        "a tensor without memory that has the graph of an output",
+        "outputs stay until their backward",
+    ),
+    "_cdata": PrivateName(
+        "whether two tensors share a storage", "`data_ptr`, but not for tensors without data"
+    ),
+    "_parameters": PrivateName("a module's own parameters", "`parameters`, ten times as slow"),
+    "_buffers": PrivateName("a module's own buffers", "`buffers`, ten times as slow"),
+    "_grouped_mm": PrivateName("products of experts", _NO_SPLIT),
+    "_SetExcludeDispatchKeyGuard": PrivateName(
+        "changes in place of what selective checkpointing keeps",
+        "selective checkpointing together with offload is refused",
+    ),
+    # Autograd: which gradients W makes.
+    "_backward_hooks": PrivateName("whether somebody waits for a gradient", _NO_SPLIT),
+    "_post_accumulate_grad_hooks": PrivateName("whether somebody waits for a gradient", _NO_SPLIT),
+    "_current_autograd_node": PrivateName(
+        "whether a backward is running, and the parameters that its node has read", _NO_SPLIT
+    ),
+    "_will_engine_execute_node": PrivateName(
+        "whether the running backward adds to a parameter's gradient", _NO_SPLIT
+    ),
+    "_are_functorch_transforms_active": PrivateName(
+        "whether a function of torch.func runs", "`vmap`, `jvp` and `grad` fail in split layers"
+    ),
+    # Compiled code.
+    "torch._dynamo.eval_frame": PrivateName("which modules are compiled", _NO_SPLIT),
+    "_compiled_call_impl": PrivateName("which modules are compiled", _NO_SPLIT),
+    "torch._inductor.decomposition": PrivateName(
+        "into what torch.compile takes operators apart",
+        "in traces, compiled layers with a LayerNorm or a softmax keep a sixth too much",
+    ),
+    # Data parallelism.
+    "_get_ddp_logging_data": PrivateName("how many parameters DDP reduces", _NO_SPLIT),
+    "_module_parameters": PrivateName("which parameters DDP knows", _NO_SPLIT),
+    "_fsdp_param_groups": PrivateName("which parameters FSDP2 gathers, and their type", _NO_SPLIT),
     # Ranks and their connections.
-    "_get_default_store": "ranks tell each other of failures; instead: a store of our own",
-    "_get_default_group": "whether a device is bound to the group of messages; instead: messages of"
-    " a rank wait for each other over NCCL",
-    "_process_group_name": "groups that some ranks make; instead: all ranks make them together",
-    "torch.testing._internal.distributed.fake_pg": "ranks that are not there, of a traced stage;"
-    " instead: no traced tensor-parallel stages",
-    "_resolve_process_group": "ranks of a group of which only the name is given; instead: no traced"
-    " tensor-parallel stages",
-    "_get_root_mesh": "the mesh that a mesh is a part of; instead: `mesh=` names it",
-    # The profiler.
-    "_is_profiler_enabled": "names of actions in a profile; instead: they are always given",
+    "_get_default_store": PrivateName("ranks tell each other of failures", "a store of our own"),
+    "_process_group_name": PrivateName(
+        "groups that some ranks make", "all ranks of all pipelines make them together"
+    ),
+    "torch.testing._internal.distributed.fake_pg": PrivateName(
+        "the other ranks of a traced stage", "no traced tensor-parallel stages"
+    ),
+    "_resolve_process_group": PrivateName(
+        "a group of which only the name is given", "no traced tensor-parallel stages"
+    ),
+    "_get_root_mesh": PrivateName("the mesh that a mesh is a part of", "`mesh=` names it"),
 }
-"""Name of an attribute, or of a module from which something is imported -> use and alternative."""
+"""Attributes, and modules from which something is imported."""
 
 _ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
 
@@ -306,11 +318,6 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None  # noqa: SLF001
 
 
-def is_profiled() -> bool:
-    """Whether a profiler of torch looks for named ranges."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)  # noqa: SLF001
-
-
 def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make an operator of a function that is called for what it does, also by compiled code.
 
@@ -324,21 +331,6 @@ def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return operator
 
     return operator_of
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep compiled code from tracing a function that it calls, at no price where there is none.
-
-    `torch.compiler.disable` alone costs several microseconds a call, compiled or not.
-    """
-    disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-
-    @skip
-    def run(*given: Any) -> Any:
-        is_tracing = eval_frame.get_eval_frame_callback() is not None
-        return disabled(*given) if is_tracing else function(*given)
-
-    return run
 
 
 def version_of(tensor: Tensor) -> int:
@@ -397,11 +389,8 @@ def is_grouped_product(function: object) -> bool:
 def takes_grouped_products(weight: Tensor) -> bool:
     """Whether transformers makes the products of experts with such weights by `grouped_mm`.
 
-    On GPUs before SM80, among others, it falls back to a product after the other.
+    On GPUs before SM80 it makes one product after the other.
     """
-    can_use = getattr(sys.modules.get("transformers.integrations.moe"), "_can_use_grouped_mm", None)
-    if can_use is not None:
-        return bool(can_use(weight, weight, weight))
     capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else (8, 0)
     return capability >= (8, 0)
 
@@ -423,7 +412,7 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() >= 0)  # noqa: SLF001
+    return torch._C._current_autograd_node() is not None  # noqa: SLF001
 
 
 def accumulator_of(parameter: Tensor) -> Any:
@@ -491,7 +480,7 @@ def group_of_messages(group: ProcessGroup | None) -> ProcessGroup | None:
     result is a new group of the same ranks, made while no device is bound. NCCL makes its
     communicators for two ranks each, at their first message.
     """
-    default = distributed_c10d._get_default_group()  # noqa: SLF001
+    default: Any = dist.group.WORLD
     bound = default.bound_device_id
     of_ranks: list[bool] = [False] * dist.get_world_size(group)
     is_bound = bound is not None or (group or default).bound_device_id is not None
@@ -548,11 +537,6 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     for one in (*module._parameters.values(), *module._buffers.values()):  # noqa: SLF001
         if one is not None:
             yield one
-
-
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, by one call: a call each costs more than small copies."""
-    torch._foreach_copy_(targets, sources)
 
 
 BufferPlace = tuple[nn.Module, str]
