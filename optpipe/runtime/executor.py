@@ -35,7 +35,7 @@ from optpipe.runtime.messages import (
     window_of,
 )
 from optpipe.runtime.overlap import PairedPass
-from optpipe.runtime.torch_names import fsdp_parts, tree_map
+from optpipe.runtime.torch_names import fsdp_parts, is_profiled, tree_map
 from optpipe.schedule import Action, ActionType, Pass, input_of
 
 if TYPE_CHECKING:
@@ -156,7 +156,6 @@ class Executor:
         )
         sharded = {stage.index for stage in stages if fsdp_parts(stage.module)}
         self._instructions = with_weights(lowered[rank], sharded)
-        self._names = list(map(range_name, self._instructions))
         self._known = self._look_up(before)
         self._step = _NOTHING
 
@@ -218,10 +217,14 @@ class Executor:
         for index, stage in self._stages.items():
             stage.clear()
             stage.kwargs = kwargs[index]
+        profiled = is_profiled()
         try:
             for position, instruction in enumerate(self._instructions):
                 step.position = position
-                with torch.profiler.record_function(self._names[position]):
+                if profiled:
+                    with torch.profiler.record_function(range_name(instruction)):
+                        self._execute(instruction)
+                else:
                     self._execute(instruction)
         except Exception as error:
             first = max(0, step.position - _NEIGHBOURS)

@@ -38,6 +38,7 @@ from optpipe.runtime.torch_names import (
     parts_with_memory,
     storage_identity,
     tensors_of,
+    untraced,
     version_of,
     viewed,
 )
@@ -419,7 +420,7 @@ class SavedActivations:
             tensor.data = self._unpack(view)
 
     # Untraced: torch.compile would trace this function, and once more for every storage.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _View | _Shard:
         if type(tensor) is DTensor:
             return self._pack_shard(tensor)
@@ -458,7 +459,7 @@ class SavedActivations:
         )
         return _Shard(packed, whole)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _unpack(self, packed: Tensor | KeptTensor | _View | _Shard) -> Tensor:
         if type(packed) is _Shard:
             return packed.whole(self._unpack(packed.view))

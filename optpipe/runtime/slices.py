@@ -32,6 +32,7 @@ from optpipe.runtime.torch_names import (
     detached,
     in_backward,
     storage_identity,
+    untraced,
     version_of,
     versions_of,
 )
@@ -198,7 +199,7 @@ class SliceStates:
             )
         return joined
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _pack(self, tensor: Tensor) -> Tensor | KeptTensor | _JoinedView:
         if not is_plain(tensor):
             return detached(tensor)
@@ -209,7 +210,7 @@ class SliceStates:
         return _JoinedView(whole, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _unpack(packed: Tensor | KeptTensor | _JoinedView) -> Tensor:
     if isinstance(packed, _JoinedView):
         return packed.joined.join_again().as_strided(packed.size, packed.stride, packed.offset)

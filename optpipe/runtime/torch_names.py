@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo import eval_frame
+from torch._dynamo.decorators import skip
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
@@ -62,6 +64,7 @@ __all__ = [
     "inductor_decompositions",
     "is_compiled",
     "is_grouped_product",
+    "is_profiled",
     "is_transformed",
     "join_fake_ranks",
     "note_accumulator_hooks",
@@ -81,6 +84,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "types_when_gathered",
+    "untraced",
     "version_of",
     "versions_of",
     "viewed",
@@ -139,6 +143,10 @@ PRIVATE_NAMES: Final = {
     # Compiled code.
     "torch._dynamo.eval_frame": PrivateName("which modules are compiled", _NO_SPLIT),
     "_compiled_call_impl": PrivateName("which modules are compiled", _NO_SPLIT),
+    "torch._C._dynamo": PrivateName(
+        "whether code is being compiled", "`torch.compiler.disable`: offload is 5% slower"
+    ),
+    "torch._dynamo.decorators": PrivateName("functions that compiled code calls", "the same"),
     "torch._inductor.decomposition": PrivateName(
         "into what torch.compile takes operators apart",
         "in traces, compiled layers with a LayerNorm or a softmax keep a sixth too much",
@@ -159,6 +167,10 @@ PRIVATE_NAMES: Final = {
         "a group of which only the name is given", "no traced tensor-parallel stages"
     ),
     "_get_root_mesh": PrivateName("the mesh that a mesh is a part of", "`mesh=` names it"),
+    # The profiler.
+    "_is_profiler_enabled": PrivateName(
+        "names of actions in a profile", "they are given always, for 4 us an action"
+    ),
 }
 """Attributes, and modules from which something is imported."""
 
@@ -318,6 +330,11 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None  # noqa: SLF001
 
 
+def is_profiled() -> bool:
+    """Whether a profiler of torch looks for named ranges."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)  # noqa: SLF001
+
+
 def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make an operator of a function that is called for what it does, also by compiled code.
 
@@ -331,6 +348,21 @@ def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return operator
 
     return operator_of
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep compiled code from tracing a function that it calls, at no price where there is none.
+
+    `torch.compiler.disable` alone makes offload 5% slower (`benchmarks.runtime_overhead`).
+    """
+    disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @skip
+    def run(*given: Any) -> Any:
+        is_tracing = eval_frame.get_eval_frame_callback() is not None
+        return disabled(*given) if is_tracing else function(*given)
+
+    return run
 
 
 def version_of(tensor: Tensor) -> int:
