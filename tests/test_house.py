@@ -96,7 +96,7 @@ def test_private_names_of_torch_are_in_one_file_and_listed() -> None:
     ours = set[str]().union(*map(_names_defined, runtime.values()), OF_OTHERS)
     others = {name: _private_names(parts) - ours for name, parts in runtime.items()}
     assert not {name: names for name, names in others.items() if names}
-    assert len(PRIVATE_NAMES) <= 29
+    assert len(PRIVATE_NAMES) <= 30
 
 
 def _names_defined(parts: list[ast.AST]) -> set[str]:

@@ -8,6 +8,7 @@ another torch). ``tests/test_house.py`` compares the list with the code.
 from __future__ import annotations
 
 import gc
+import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
@@ -124,6 +125,9 @@ PRIVATE_NAMES: Final = {
     "_parameters": PrivateName("a module's own parameters", "`parameters`, ten times as slow"),
     "_buffers": PrivateName("a module's own buffers", "`buffers`, ten times as slow"),
     "_grouped_mm": PrivateName("products of experts", _NO_SPLIT),
+    "_can_use_grouped_mm": PrivateName(
+        "whether transformers makes these products", "the rule that it has today, for GPUs"
+    ),
     "_SetExcludeDispatchKeyGuard": PrivateName(
         "changes in place of what selective checkpointing keeps",
         "selective checkpointing together with offload is refused",
@@ -421,8 +425,11 @@ def is_grouped_product(function: object) -> bool:
 def takes_grouped_products(weight: Tensor) -> bool:
     """Whether transformers makes the products of experts with such weights by `grouped_mm`.
 
-    On GPUs before SM80 it makes one product after the other.
+    On GPUs before SM80, among others, it falls back to a product after the other.
     """
+    can_use = getattr(sys.modules.get("transformers.integrations.moe"), "_can_use_grouped_mm", None)
+    if can_use is not None:
+        return bool(can_use(weight, weight, weight))
     capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else (8, 0)
     return capability >= (8, 0)
 
