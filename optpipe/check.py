@@ -85,7 +85,7 @@ def check_schedule(problem: Problem, schedule: Schedule) -> tuple[CellModes, ...
 def find_violations(problem: Problem, programs: Programs) -> list[Violation]:
     """Return the broken rules, in program order, missing actions last; empty = legal.
 
-    Waits and memory are looked at only once the actions themselves are right. The list ends at
+    Waits and memory are checked only if the actions themselves are right. The list ends at
     10 000 faults per device: an empty program of a large problem would fill the memory.
     """
     return _judge(problem, programs)[0]

@@ -240,7 +240,7 @@ class InfeasibleProblemError(InputError):
     Attributes
     ----------
     needs
-        What is too small -> the smallest value in bytes that works.
+        Maps each limit that is too small to the smallest value in bytes that works.
     """
 
     code = "problem.infeasible"
@@ -251,7 +251,7 @@ class InfeasibleProblemError(InputError):
 
 
 class WorldError(OptPipeError, RuntimeError):
-    """The input is fine, the world is not."""
+    """The input is valid, but a file, port, process or database cannot be used."""
 
     code = "world"
 

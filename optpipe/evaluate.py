@@ -32,8 +32,8 @@ def evaluate(
     Parameters
     ----------
     bound_ms
-        Proven lower bound of the problem's objective, in ms; None = nothing proven. Above the
-        objective by rounding alone it is the objective.
+        Proven lower bound of the problem's objective, in ms; None = nothing proven. If it
+        exceeds the objective only by rounding, it is lowered to the objective.
     stopped_by
         Why the search ended; ``optimal`` replaces it if the gap is closed.
     run

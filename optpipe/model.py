@@ -91,7 +91,7 @@ class Layer(FrozenValue):
     alone on a device of speed 1.
 
     * ``times_on``: device type -> measured times there. They are taken as they are, whatever the
-      speed. They give ``recompute_ms`` exactly where the layer does.
+      speed. They have ``recompute_ms`` if and only if the layer has.
     * ``recompute_ms``: duration of recomputing the layer, its output included: in a stage the next
       layer of the stage needs it.
     * ``checkpoint_bytes``: what F keeps to recompute the layer: its input, and whatever else is

@@ -211,7 +211,8 @@ class Link(FrozenValue):
     source, target
         Indices of its devices; in files ``from`` and ``to``.
     latency_ms
-        From the end of a pass to the earliest start of the pass that waits, bandwidth aside.
+        From the end of a pass to the earliest start of the waiting pass, without the time that its
+        bytes take.
     bandwidth_gb_per_s
         Bytes that it carries, in 1e9 per second; None = only latency.
     """
@@ -265,7 +266,8 @@ class LicensedPair(FrozenValue):
     forward, backward
         Stages of one device. Micro-batches are free, but a cell does not pair with itself.
     ``with_``
-        In files ``with``: which backward, B or I. One does not license the other.
+        In files ``with``: which backward, B or I. A pair that may run with one may not run with
+        the other.
     hidden_ms
         By how much the two together are shorter than one after the other, in ms: what of the one's
         communication hides behind the other's computation. At most the shorter of the two passes,
@@ -290,8 +292,9 @@ class Microbatch(FrozenValue):
     cost
         Number of its cost: an index into every stage's costs.
     sample
-        Micro-batches of one number are pieces of the same sequences, in the order of their indices:
-        on every stage their F's come in order, and their I's or B's in reverse. None: of none.
+        Number of the sample. Micro-batches of one number are slices of the same sequences, in the
+        order of their indices: on every stage their F's come in order, and their I's or B's in
+        reverse. None: the micro-batch belongs to no sample.
     """
 
     cost: Index = 0
@@ -343,9 +346,9 @@ class Problem(FileValue):
     hosts
         Hosts with a limit of memory.
     stages
-        The slices of the model in their order; sizes and times are per micro-batch.
+        The parts of the model in their order; sizes and times are per micro-batch.
     other_costs
-        Per cost but the first, the stages under that cost.
+        Per stage, the stage under costs 1, 2, ...
     pairs
         Passes of one device that may run together.
     links

@@ -117,7 +117,8 @@ class Simulation(ShortRepr):
 class LinkMessage(NamedTuple):
     """The output of a pass on a link that carries one message at a time, in ms.
 
-    ``ready`` is when the pass ended. ``depart`` is when the previous message had left, too.
+    ``ready`` is when the pass ended. ``depart`` is the later of that time and the time when the
+    previous message had left.
     ``left`` is when this message has left; it arrives the link's latency later. ``link`` is an
     index of the problem's links.
     """
@@ -578,15 +579,13 @@ class Timeline(ShortRepr):
 
 
 def bubble_rate(problem: Problem, length_ms: float) -> float:
-    """Return 1 - busy / length, busy = compute time of the busiest device; 0 for length 0."""
-    return min(idle_shares(problem, length_ms))
+    """Return the share of all device time that is idle: the mean of `idle_shares`."""
+    shares = idle_shares(problem, length_ms)
+    return sum(shares) / len(shares)
 
 
 def idle_shares(problem: Problem, length_ms: float) -> tuple[float, ...]:
-    """Return 1 - busy / length of each device; 0 for length 0.
-
-    Their mean is the share of all device time that is idle: the bubble ratio of most papers.
-    """
+    """Return 1 - busy / length of each device, busy = its compute time; 0 for length 0."""
     if length_ms <= 0:
         return (0.0,) * len(problem.devices)
     return tuple(1.0 - busy_ms / length_ms for busy_ms in problem.device_busy_ms)

@@ -314,8 +314,8 @@ class Stage(FrozenValue):
     recompute_ms, checkpoint_bytes
         Duration of RECOMPUTE and what F keeps for it; both or neither.
     modes
-        Only in v2: a menu that v1 cannot say; then offload_bytes, recompute_ms and
-        checkpoint_bytes are left out. Empty where these say the menu.
+        Only in v2: a menu that v1 cannot express; then offload_bytes, recompute_ms and
+        checkpoint_bytes are left out. Empty if those fields define the menu.
     uniform_modes
         Only in v2: whether all micro-batches use the same mode, as static flags of trainers do.
     static_bytes
@@ -329,8 +329,9 @@ class Stage(FrozenValue):
     backward_workspace_bytes, recompute_workspace_bytes
         Extra bytes that exist only while B or RECOMPUTE runs.
     layers
-        What of the model it holds, None where that is not known; only in v2. It changes no
-        schedule, but what may be exported and cut finer; where given it is part of the hash.
+        What of the model it holds, None where that is not known; only in v2. It
+        changes no schedule, only what can be exported or cut further; where given it is part of
+        the hash.
     """
 
     device: Index

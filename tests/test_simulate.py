@@ -65,10 +65,10 @@ def test_a_later_issue_goes_first_where_the_earlier_one_cannot_start_yet() -> No
 
 
 def test_every_device_has_an_idle_share_and_the_busiest_the_least() -> None:
-    """Their mean is the bubble ratio of all device time."""
+    """Their mean is the bubble."""
     posed = problem([stage(0, 1, 1, 1), stage(1, 2, 2, 2)], m=2)
     assert idle_shares(posed, 24.0) == (0.75, 0.5)
-    assert bubble_rate(posed, 24.0) == 0.5
+    assert bubble_rate(posed, 24.0) == 0.625
     assert idle_shares(posed, 0.0) == (0.0, 0.0)
 
 

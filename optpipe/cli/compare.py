@@ -29,7 +29,7 @@ __all__ = ["compare"]
 
 _MIN_WIDTH = 100
 _LEGEND = """\
-bubble: idle share of the busiest device, of makespan and of span; memory: the fullest device
+bubble: idle share of makespan and span, mean over the devices; memory: the fullest device
 P50, P95: step time when every duration varies by +-10%; took: seconds to find the schedule"""
 _OTHER_PROBLEM = """\
 placement: rows that are not "as given" solve another problem: the same model with two chunks per

@@ -73,7 +73,7 @@ __all__ = [
 
 
 class KeyRefusedError(ServiceError):
-    """The API key is missing or unknown, or its role is too small."""
+    """The API key is missing or unknown, or its role does not permit the request."""
 
 
 class NotFoundError(ServiceError):

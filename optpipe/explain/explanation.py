@@ -149,7 +149,7 @@ def _length(explanation: Explanation) -> Iterator[str]:
             "busiest device would compute without pairs."
         )
     else:
-        yield f"{length}; {busiest} and is idle for {format_share(explanation.bubble_rate)}."
+        yield f"{length}; {busiest}. The bubble is {format_share(explanation.bubble_rate)}."
     if explanation.bound_ms is not None:
         gap = gap_of(explanation.length_ms, explanation.bound_ms) or 0.0
         yield (

@@ -227,7 +227,7 @@ class Explanation(ShortRepr, FrozenValue):
     busiest_ms: float = Field(
         description="Compute time of the busiest device; without pairs no schedule is shorter."
     )
-    bubble_rate: float = Field(description="1 - busiest_ms / length_ms.")
+    bubble_rate: float = Field(description="Mean over the devices of 1 - busy / length.")
     bound_ms: float | None = None
     critical_path: CriticalPath
     lanes: tuple[LaneUse, ...]

@@ -424,8 +424,8 @@ def dump_csv(programs: Programs, *, for_torch: bool = False) -> str:
     Parameters
     ----------
     for_torch
-        Whether torch's own schedule runtime will run it: then programs that it cannot run, or
-        would run with wrong gradients, are refused. `optpipe.runtime` runs all of them.
+        Whether to refuse programs that torch's own schedule runtime cannot run, or would run with
+        wrong gradients. `optpipe.runtime` runs all of them.
 
     Raises
     ------

@@ -106,9 +106,9 @@ class StepRecord:
 class PipelineRunner:
     """Runs one rank's program of a schedule, with all other ranks, step after step.
 
-    All ranks of the group make one at the same time with the same schedule. Linear layers become
-    `SplitLinear` in place, as in `measure`, whatever the schedule: that changes neither parameters
-    nor results, but what a micro-batch holds under autocast.
+    Every rank of the group creates its runner at the same time, with the same schedule. Linear
+    layers become `SplitLinear` in place, as in `measure`, whatever the schedule: that changes
+    neither parameters nor results, only what a micro-batch keeps in memory under autocast.
 
     If a rank raises, hangs or dies, all others raise `RankError` with the cause, the same on all,
     within seconds. A rank that waits where no exception reaches it ends with `EXIT_CODE` and that
@@ -117,12 +117,12 @@ class PipelineRunner:
     Parameters
     ----------
     stages
-        The stages of this rank, by index; each takes and returns a tensor, a tuple of tensors, or,
-        for the next one's keyword inputs, a dict of them. What the last one returns may be
-        anything. `PipelineStage` objects of torch.distributed.pipelining are taken, too, by index
-        or in a list: the runner runs their ``submod``. Of a whole `Pipe` the runner takes this
-        rank's stages and, without ``ties``, the parameters that its stages share. Linear layers
-        that torch has traced become ``nn.Linear`` in place, and remain so.
+        The stages of this rank, by index. Each takes and returns a tensor or a tuple of tensors.
+        It may also return a dict, whose entries the next stage gets as keyword inputs. The last
+        stage may return anything. `PipelineStage` objects of torch.distributed.pipelining are
+        taken, too, by index or in a list: the runner runs their ``submod``. Of a whole `Pipe` the
+        runner takes this rank's stages and, without ``ties``, the parameters that its stages share.
+        Linear layers that torch has traced become ``nn.Linear`` in place, and remain so.
     schedule
         What to run; rank i of the group runs program i.
     loss_fn
@@ -146,17 +146,17 @@ class PipelineRunner:
         Called with a stage's index when its gradients of a step are complete, for example to begin
         their reduction: it is the place of the problem's ``grad_sync_ms``.
     shapes
-        From a step's bucket to the tensors at all boundaries of a micro-batch: before stage 0,
-        between stages, and () after the last, on every rank alike. By default they are found by a
-        forward of each stage.
+        From a step's bucket to the tensors at all boundaries of a micro-batch: the input of stage
+        0, the tensors between stages, and () after the last; the same on every rank. By default
+        they are found by a forward of each stage.
     mesh
-        Where DTensors that cross stages lie on this rank, or what that is a part of; by default
-        the mesh of its stages' parameters.
+        The device mesh of DTensors that cross stages on this rank, or a mesh that contains it; by
+        default the mesh of its stages' parameters.
     overlap
-        Who runs the pairs of a program, as `on_overlap` takes it.
+        The function that runs the pairs of a program; see `on_overlap`.
     hang_timeout_s
-        For so long an action may last; a rank that is in one for longer has failed, as has one that
-        others wait for and that does not begin its step. Compilation in a first step counts.
+        Maximum duration of an action. A rank has failed if an action takes longer, or if it does
+        not begin a step in which others wait for it. Compilation in a first step counts.
     args_chunk_spec, kwargs_chunk_spec, target_chunk_spec
         The dimension along which whole positional inputs, keyword inputs (by name) and targets are
         cut: an int, torch's ``TensorChunkSpec``, or None for a tensor that all micro-batches share.
@@ -293,14 +293,14 @@ class PipelineRunner:
 
     @property
     def deferred_bytes(self) -> dict[int, int]:
-        """Bytes of weight gradient that wait for W, by stage of this rank that is split."""
+        """Bytes of weight gradients that wait for W, by stage of this rank with split backwards."""
         kind = ActionType.BACKWARD_WEIGHT
         split = {action.stage for action in self._spec.program if action.type is kind}
         return {index: deferred_bytes(self._spec.stages[index]) for index in sorted(split)}
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes this rank has moved to the host since it was made."""
+        """Bytes this rank has moved to the host since the runner was created."""
         return self._moved_before[0] + self.offloader.offloaded_bytes
 
     @property
@@ -343,10 +343,10 @@ class PipelineRunner:
         Parameters
         ----------
         problem
-            The one that the schedule was made for, where micro-batches are others from now on, as
-            those of packed sequences: of other costs, or another number. The next step agrees on
-            their shapes, and refuses what takes more memory than there is. What is sent, and what
-            is offloaded, stays in the memory of the batches before, where that is large enough.
+            The problem that the schedule was made for. Give it if the micro-batches change (their
+            costs or their number), for example with packed sequences. The next step agrees on
+            their shapes and refuses what exceeds the memory. Existing buffers of messages and
+            of offload are used again if they are large enough.
 
         Raises
         ------
@@ -404,8 +404,8 @@ class PipelineRunner:
         Parameters
         ----------
         *args
-            Tensors for the first stage, looked at on its rank only. ``step(batch, target)``, two
-            without ``target=``, is short for ``step(batch, target=target)``; one tuple is several.
+            Tensors for the first stage; other ranks ignore them. Two of them without ``target=``
+            mean ``step(batch, target=target)``. A tuple passes several tensors.
         target
             Of the loss, looked at on the last stage's rank only: a tensor, or a tuple or dict of
             several, of which the loss gets a micro-batch.
@@ -469,7 +469,7 @@ class PipelineRunner:
         """Run the forwards of one batch, without gradients and keeping nothing.
 
         The modules stay in the mode they are in: switch dropout off by their own ``eval()``. The
-        batch may have another size than those of `step`, but in a bucket each time the same.
+        batch may differ in size from those of `step`, but not from others of its bucket.
 
         Parameters
         ----------
@@ -522,16 +522,17 @@ class PipelineRunner:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, or the whole model's: other ranks' keys are passed over."""
+        """Load the result of `state_dict`, or of the whole model; other ranks' keys are ignored."""
         for module in self._spec.stages.values():
             inner = _inner(module)
             inner.load_state_dict({key: state[key] for key in inner.state_dict()})
 
     def close(self) -> None:
-        """Give the stages back as they were, and end what runs in the background, a thread.
+        """Restore the stages, and end the background thread.
 
-        Its messages and their group go, too: a group that outlives ``destroy_process_group`` can
-        abort the process at its end. Nothing runs after it. Layers that other runners of the same
+        Messages and their process group are released, too, because a group that outlives
+        ``destroy_process_group`` can abort the process at its end. The runner cannot be used
+        afterwards. Layers that other runners of the same
         stages split stay split until the last of them is closed.
         """
         self._watch.close()

@@ -51,7 +51,7 @@ def test_the_length_the_path_the_lanes_and_the_idle_time_in_words() -> None:
     given_problem, rows = offloading()
     explanation = explain(given_problem, rows, bound_ms=30.0)
     assert texts(explanation, "length") == [
-        "The makespan is 32 ms; the busiest device computes for 12 ms of it and is idle for 62.5%.",
+        "The makespan is 32 ms; the busiest device computes for 12 ms of it. The bubble is 62.5%.",
         "Proven: no schedule of this problem is shorter than 30 ms; at most 6.2% can be won.",
     ]
     assert texts(explanation, "critical path") == [
