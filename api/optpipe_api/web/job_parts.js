@@ -46,7 +46,7 @@ export function factsOf({ job, seen: { objective_ms, gap }, tuned }) {
 // --- The rows of a comparison that has ended.
 
 const COLUMNS = [{ title: "Method" }, { title: "Placement" }, { title: "Makespan, ms", number: true },
-  { title: "Gain over 1F1B", number: true }, { title: "Idle, busiest device", number: true },
+  { title: "Gain over 1F1B", number: true }, { title: "Bubble", number: true },
   { title: "95th percentile, ms", number: true }, { title: "Fullest device", number: true }, { title: "Note" }];
 
 /** Return a table of a row per method, as `/v1/jobs/{id}/comparison` has them; `titleOf` names methods. */
