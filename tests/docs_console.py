@@ -1,7 +1,8 @@
 """Runs the ``console`` blocks of a page, and compares what they print with what the page says.
 
 A block has commands after ``$ `` and, below each, what it prints. Spaces may differ, and numbers
-too unless the command is one of `EXACT` or the line begins with `EXACT_LINES`. A line ``...`` is
+too unless the command is one of `EXACT`, the line begins with `EXACT_LINES`, or, where the page
+shows a proof, with `EXACT_IF_PROVEN`. A line ``...`` is
 any lines, ``...`` in a line anything. Long searches are shortened.
 """
 
@@ -19,6 +20,9 @@ EXACT = ("optpipe estimate", "optpipe bound", "optpipe import")
 """Commands without a search: they print the same numbers on every machine."""
 EXACT_LINES = "today: "
 """Begin of the lines of a search whose numbers are an estimate."""
+EXACT_IF_PROVEN = ("makespan ", "bubble of the ")
+"""Begin of the lines whose numbers follow from an optimal objective."""
+PROOF = "(optimal)"
 PROGRAMS = {"optpipe": "optpipe.cli", "torchrun": "torch.distributed.run", "python": None}
 
 
@@ -64,7 +68,7 @@ def run_step(step: Step, folder: Path, seconds: int = 2) -> str:
     Where the page shows a proof, which ends a search before its time, a busy machine gets ten
     times as long as the page says.
     """
-    has_proof = any("(optimal)" in line or "; proven" in line for line in step.shown)
+    has_proof = any(PROOF in line or "; proven" in line for line in step.shown)
     limit = r"\g<1>\g<2>0" if has_proof else rf"\g<1>{seconds}"
     command = re.sub(r"(--time-limit )(\d+)", limit, step.command)
     if any(line.startswith("infeasible: ") for line in step.shown):
@@ -98,10 +102,12 @@ def run_shell(command: str, folder: Path, **variables: str) -> str:
 def mismatch(step: Step, printed: str) -> str | None:
     """The first shown line that was not printed, in the order shown; None if all were."""
     rest = printed.splitlines()
+    is_proven = any(PROOF in line for line in step.shown)
     for line in step.shown:
         if line.strip() in {"", "..."}:
             continue
         is_exact = step.command.startswith(EXACT) or line.startswith(EXACT_LINES)
+        is_exact |= is_proven and line.startswith(EXACT_IF_PROVEN)
         shape = _words if is_exact else _shape
         pattern = ".*".join(re.escape(part) for part in shape(line).split("..."))
         place = next((at for at, one in enumerate(rest) if re.fullmatch(pattern, shape(one))), None)

@@ -1,15 +1,17 @@
 """Tutorial and how-tos: their commands run, one after the other, and print what they say."""
 
 import re
+import subprocess
 
 import pytest
 
-from tests.docs_console import ROOT, make_workplace, mismatch, run_shell, run_step, steps
+from tests.docs_console import ROOT, blocks, make_workplace, mismatch, run_shell, run_step, steps
 
 pytestmark = pytest.mark.long
 
 DOCS = ROOT / "docs"
-CASES = re.split(r"^## ", (DOCS / "your-case.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
+YOUR_CASE = (DOCS / "your-case.md").read_text("utf-8")
+CASES = re.split(r"^## ", YOUR_CASE, flags=re.MULTILINE)[1:]
 ALONE = {"tutorial.md", "your-case.md"}
 PAGES = sorted(
     page
@@ -53,9 +55,10 @@ def test_a_page_runs_as_it_stands(page, tmp_path) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.partition("\n")[0])
 def test_each_case_prints_what_it_says(case: str, tmp_path) -> None:
     """In a folder with the files that the page names."""
-    folder = make_workplace(tmp_path, "tiny-gpt-pp4.json", "llama3-8b-h100-pp4.json")
-    (folder / "measurements").symlink_to(ROOT / "examples" / "measurements")
-    (folder / "config.json").symlink_to(ROOT / "examples" / "configs" / "qwen3-8b.json")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (copies,) = blocks(YOUR_CASE, "sh")
+    subprocess.run(["bash", "-euc", copies], cwd=tmp_path, check=True)
+    folder = make_workplace(tmp_path / "cases")
     found = steps(case)
     assert found
     for step in found:

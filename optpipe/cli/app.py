@@ -27,9 +27,10 @@ from optpipe.cli.solve import bound, check, solve
 from optpipe.cli.sweep import sweep
 from optpipe.cli.tune import tune
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
+from optpipe.requests import ALIASES, FixedDegrees
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["make_app", "run"]
 
@@ -63,6 +64,33 @@ class _ByTopic(TyperGroup):
         for heading, lines in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(lines)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; one with ``--fix`` takes ``--tp 4`` for ``--fix tp=4``."""
+        name, command, rest = super().resolve_command(ctx, args)
+        known = {flag for one in getattr(command, "params", ()) for flag in one.opts}
+        if "--fix" in known:
+            rest = list(_with_fixed(rest, known))
+        elif "--microbatches" in known and any(one.split("=")[0] == "--gbs" for one in rest):
+            raise InputError(
+                f"--gbs: {name} takes the micro-batches of one pipeline; give --microbatches, the "
+                "global batch divided by micro-batch and data-parallel replicas"
+            )
+        return name, command, rest
+
+
+def _with_fixed(arguments: list[str], known: set[str]) -> Iterator[str]:
+    """Yield arguments with degrees as values of ``--fix``, except where they are options."""
+    degrees = {f"--{name.replace('_', '-')}": name for name in FixedDegrees.model_fields}
+    degrees |= {f"--{alias}": name for alias, name in ALIASES.items() if name in degrees.values()}
+    left = iter(arguments)
+    for one in left:
+        flag, equals, value = one.partition("=")
+        if flag in degrees and flag not in known:
+            yield "--fix"
+            yield f"{degrees[flag]}={value if equals else next(left, '')}"
+        else:
+            yield one
 
 
 def make_app() -> typer.Typer:

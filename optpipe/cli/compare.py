@@ -67,8 +67,8 @@ def compare(
     """
     if as_json and as_markdown:
         raise InputError("--json and --markdown exclude each other; give one of them")
+    started_s = time.monotonic()
     options = builder.build()
-    limit_s = options.time_limit_s or 0.0
     problem = cli.read_problem(problem_file)
     console, began_s, best_ms = cli.stderr(), time.monotonic(), math.inf
 
@@ -81,7 +81,7 @@ def compare(
             line = cli.progress_line(time.monotonic() - began_s, row.method, best_ms, None)
             console.print(line, markup=False)
 
-    text = f"comparing every method; the optimiser takes up to {limit_s:g} s"
+    text = f"comparing every method; the optimiser takes up to {options.time_limit_s or 0:g} s"
     if not console.is_terminal:  # a status line is shown on a terminal only
         console.print(text, markup=False)
     with cli.needs_extra("solver"), cli.interruptible() as stop, console.status(text) as status:
@@ -90,7 +90,7 @@ def compare(
 
         found = compare_methods(
             problem,
-            time_limit_s=limit_s,
+            time_limit_s=cli.remaining_s(options.time_limit_s, started_s),
             threads=options.threads,
             seed=options.seed,
             workload=Workload(**options.workload.model_dump()),

@@ -213,6 +213,23 @@ def _parts(annotation: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no whole number; write one") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number; write one") from None
+
+
+_NUMBERS: dict[Any, Callable[[str], Any]] = {int: _whole, float: _number}
+
+
 def _typer_parameter(field: _OptionField, default: Any) -> inspect.Parameter:
     option, flag, kind = field.option, field.flag, field.type
     if option.repeated:
@@ -244,6 +261,7 @@ def _typer_parameter(field: _OptionField, default: Any) -> inspect.Parameter:
             flag,
             *field.aliases,
             metavar=metavar or {int: "N", float: "X", str: "TEXT"}.get(kind),
+            parser=_NUMBERS.get(kind),
             help=text + (f"  [{'; '.join(notes)}]" if notes else ""),
         ),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -168,7 +169,8 @@ def tune(
 
     Degrees of parallelism, micro-batch, stages, cut, recomputation and schedule are searched
     together, on estimated durations. Each configuration has a bound over all its cuts and
-    schedules. After the search, the bounds limit how much faster any configuration can be.
+    schedules. After the search, the bounds limit how much faster any configuration can be. A
+    degree is fixed by `--fix tp=4`, or in short `--tp 4`.
 
     \b
     Examples:
@@ -181,6 +183,7 @@ def tune(
           --problem-out problem.json
       optpipe tune --config config.json --from trace --gpu h100 --gpus 64 --framework huggingface
     """
+    began_s = time.monotonic()
     cli.check_schedule_name(output)
     cli.check_outputs(output, problem_out, paste, paste_benchmark, inputs=builder.files)
     request = trace_model(builder.build())
@@ -193,7 +196,7 @@ def tune(
         read = read_question(request)
         with cli.searching("tuning") as controls:
             limits: dict[str, Any] = {
-                "time_limit_s": options.time_limit_s or 0.0,
+                "time_limit_s": cli.remaining_s(options.time_limit_s, began_s),
                 "work_limit": options.work_limit,
                 "gap": options.gap,
                 "threads": options.threads,

@@ -14,11 +14,13 @@ from optpipe.planning.step import step_estimate
 from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optpipe.planning.accelerators import Hardware
     from optpipe.planning.shape import ModelShape, Training
     from optpipe.planning.step import PipelineCut
 
-__all__ = ["PASTED_FILES", "Configuration", "has_pasted_file", "train_command"]
+__all__ = ["PASTED_FILES", "Configuration", "has_pasted_file", "host_notes", "train_command"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,13 +211,31 @@ def has_pasted_file(shape: ModelShape, framework: str) -> bool:
     return framework in PASTED_FILES and shape.trace is None
 
 
-def _torchrun(configuration: Configuration) -> str:
+def _gpus_and_hosts(configuration: Configuration) -> Iterator[tuple[Hardware, int, int]]:
+    """Yield each kind of GPU, their number, and the number of equal parts on hosts."""
     kinds = configuration.kinds or (configuration.hardware,) * configuration.pipeline.pp
-    hosts, locals_ = 0, set()
     for kind in dict.fromkeys(kinds):
         number = kinds.count(kind) * configuration.training.ranks
         least = -(-number // kind.gpus_per_host)
-        own = next(count for count in range(least, number + 1) if number % count == 0)
+        yield kind, number, next(n for n in range(least, number + 1) if number % n == 0)
+
+
+def host_notes(configuration: Configuration) -> Iterator[str]:
+    """Yield a note for each kind of GPU of which several hosts are not used whole."""
+    for kind, number, hosts in _gpus_and_hosts(configuration):
+        size = kind.gpus_per_host
+        if hosts > 1 and number % size:
+            fewer = number - number % size
+            yield (
+                f"{number} {kind.name} GPUs do not fill hosts of {size}: the command "
+                f"starts {number // hosts} on each of {hosts} hosts; {fewer} or {fewer + size} "
+                "GPUs fill their hosts"
+            )
+
+
+def _torchrun(configuration: Configuration) -> str:
+    hosts, locals_ = 0, set()
+    for _, number, own in _gpus_and_hosts(configuration):
         hosts += own
         locals_.add(number // own)
     start = "torchrun --nproc-per-node " + (str(*locals_) if len(locals_) == 1 else '"$LOCAL_GPUS"')

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from optpipe.errors import InputError
+from optpipe.errors import FieldError, FieldRef
 from optpipe.schedule import OPTIMAL_GAP, Contribution, Provenance, Schedule, gap_of
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Limits, Result, SolveStatus, Stop, Stopped, stopped_by
@@ -116,16 +116,20 @@ def solve(
         time_limit_s=time_limit_s, work_limit=work_limit, threads=threads, seed=seed, gap=gap
     )
     if method not in METHODS:
-        raise InputError(f"method = {method!r}: must be one of {', '.join(METHODS)}; choose one")
+        raise FieldError(
+            FieldRef("method", method), f": must be one of {', '.join(METHODS)}; choose one"
+        )
     if method == "milp" and (pairs := num_order_pairs(problem, fifo=True)) > MOST_PAIRS:
-        raise InputError(
-            f"method = 'milp': {pairs} pairs of actions have an order to choose; at most "
-            f"{MOST_PAIRS} are worth a model; choose 'auto'"
+        raise FieldError(
+            FieldRef("method", method),
+            f": {pairs} pairs of actions have an order to choose; at most {MOST_PAIRS} are worth a "
+            "model; choose 'auto'",
         )
     if method == "milp" and not exact_parts_know(problem):
-        raise InputError(
-            "method = 'milp': the full-horizon model knows no pairs, no unequal micro-batches, and "
-            "no menus but keep, offload and recompute; choose 'auto'"
+        raise FieldError(
+            FieldRef("method", method),
+            ": the full-horizon model knows no pairs, no unequal micro-batches, and no menus but "
+            "keep, offload and recompute; choose 'auto'",
         )
     feasible = feasibility(problem)
     if feasible.plan is None:

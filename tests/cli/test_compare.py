@@ -156,7 +156,8 @@ def test_workload_gives_tokens_and_mfu(run, answering) -> None:
     assert called["workload"] == Workload(
         tokens_per_microbatch=4096, flops_per_microbatch=2e12, peak_flops_per_s=4e13
     )
-    assert (called["seed"], called["threads"], called["time_limit_s"]) == (3, 2, 20.0)
+    assert (called["seed"], called["threads"]) == (3, 2)
+    assert 10 <= called["time_limit_s"] <= 20
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,16 @@ def test_fixed_degrees_that_need_more_gpus_are_named_with_the_minimum(optpipe) -
     assert said in " ".join(done.err.split())
 
 
+def test_a_degree_is_fixed_by_its_own_name_too(optpipe) -> None:
+    given = ("tune", "--model", "llama3-8b", "--gpu", "h100", "--gpus", 8)
+    done = optpipe(*given, "--pp", "16", "--mbs=2")
+    assert "pp 16 = 16; correct one of them" in " ".join(done.err.split())
+    done = optpipe(*given, "--fix", "micro_batch=1", "--mbs=2")
+    assert done.err == "error: --fix: micro_batch is given twice; give it once\n"
+    done = optpipe("estimate", "--model", "llama3-8b", "--gpu", "h100", "--gbs", "64")
+    assert done.err.startswith("error: --gbs: estimate takes the micro-batches of one pipeline;")
+
+
 def test_each_number_of_gpus_has_a_row_and_the_smallest_that_fits_is_named(optpipe) -> None:
     """With tokens per GPU-hour and the cost, or with what is missing."""
     limits = ("--time-limit", "4", "--price-per-gpu-hour", "2")

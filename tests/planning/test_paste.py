@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text
 from optpipe.planning import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
-from optpipe.planning.configuration import Configuration, train_command
+from optpipe.planning.configuration import Configuration, host_notes, train_command
 from optpipe.planning.frameworks.megatron import (
     OPTIONS,
     megatron_arguments,
@@ -345,6 +345,12 @@ def test_a_command_has_a_process_for_each_gpu_of_as_few_hosts_as_hold_them():
     assert start(8, pp=8) == f"torchrun --nproc-per-node 8 --nnodes 8 {several}"
     assert start(12) == f"torchrun --nproc-per-node 6 --nnodes 2 {several}"
     assert start(64, "gb200") == f"torchrun --nproc-per-node 4 --nnodes 16 {several}"
+    assert not any([*host_notes(run("llama3-8b", dp=dp))] for dp in (3, 16))
+    (note,) = host_notes(run("llama3-8b", dp=12))
+    assert note == (
+        "12 h100 GPUs do not fill hosts of 8: the command starts 6 on each of 2 hosts; 8 or 16 "
+        "GPUs fill their hosts"
+    )
     both = replace(run("llama3-8b", dp=8, pp=4), kinds=(h100, h100, gb200, gb200))
     said = train_command(both, "megatron")
     assert f'torchrun --nproc-per-node "$LOCAL_GPUS" --nnodes 6 {several}' in said

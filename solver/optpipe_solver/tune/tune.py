@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 from optpipe.errors import InputError
 from optpipe.planning import step_estimate
 from optpipe.planning.accuracy import find_accuracy
+from optpipe.planning.configuration import host_notes
 from optpipe.planning.step import in_flight
 from optpipe.units import format_ms, format_share
 from optpipe_solver.budget import Limits, Stop
@@ -318,6 +319,8 @@ class TuneResult:
             found += (f"costs of layers are {self.question.shape.source}",)
         if self.current is not None:
             found += _beside(self.question, self.current.configuration.training)
+        if self.best is not None:
+            found += tuple(host_notes(self.best.configuration))
         if self.question.training.lora is not None:
             found += ("no pasted script has LoRA: set its rank and targets in your recipe",)
         if self.error is not None and self.error.warning:
