@@ -577,8 +577,8 @@ class TunedCounts(Answer):
     open: int
 
 
-IntervalMs = Annotated[tuple[float, ...], Field(min_length=2, max_length=2)]
-"""The two ends of an interval, in ms."""
+Interval = Annotated[tuple[float, ...], Field(min_length=2, max_length=2)]
+"""The two ends of an interval."""
 
 
 class ScoreboardError(Answer):
@@ -652,6 +652,7 @@ class Tuned(Answer):
       ``current``, or if that row is not faster.
     * ``gain_probability``: that the fastest row is faster than ``current`` if both are measured.
       Null without a gain, or without ``error``.
+    * ``gain_interval``: 80% interval of the measured gain; null where ``gain_probability`` is.
     * ``error``: null if no such estimate was compared with published runs.
     * ``costs_from``: source of what the layers cost: formulas, or a trace of the model's own code.
     * ``interval_ms``: 80% interval of the measured step of the fastest row; null without ``error``.
@@ -675,8 +676,9 @@ class Tuned(Answer):
     gap: float | None
     gain: float | None
     gain_probability: float | None = None
+    gain_interval: Interval | None = None
     error: ScoreboardError | None
-    interval_ms: IntervalMs | None = None
+    interval_ms: Interval | None = None
     costs_from: CostSource = "formula"
     counts: TunedCounts
     memory_bytes: int
@@ -861,7 +863,7 @@ class EstimateView(VariantView):
     time_factor: float
     byte_factor: float
     error: ScoreboardError | None
-    interval_ms: IntervalMs | None
+    interval_ms: Interval | None
     costs_from: CostSource
     sizes: list[int]
     notes: list[str]

@@ -184,6 +184,14 @@ class Accuracy:
         x = log(current_ms / best_ms) / (_NINTH * self.difference) * _STUDENT_NINTH
         return 0.5 + x / (2 * sqrt(2 + x * x))
 
+    def gain_interval(self, current_ms: float, best_ms: float) -> tuple[float, float]:
+        """Return the 80% interval of the share of time that the second configuration saves.
+
+        It is that of the distribution in `gain_probability`, and below 0 where a loss is possible.
+        """
+        ratio, factor = best_ms / current_ms, exp(_NINTH * self.difference)
+        return 1 - ratio * factor, 1 - ratio / factor
+
     def advises_measuring(self, probability: float) -> bool:
         """Return whether a gain of this probability should be measured before a change."""
         return probability < _MEASURE

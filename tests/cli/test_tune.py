@@ -22,7 +22,10 @@ def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> Non
     done = optpipe(*SMALL, *TODAY, "-o", schedule, "--problem-out", problem)
     assert done.code == 0, done.err
     first = " ".join(done.out.split())
-    assert re.match(r"\d+\.\d% less time per step than what you run; the gain", first), done.out
+    said = (
+        r"\d+\.\d% less time per step than what you run \(80% between -?\d+% and \d+%\); the gain"
+    )
+    assert re.match(said, first), done.out
     assert re.search(r"; the gain is real with a probability of (more than )?\d\d%\. ", first)
     assert re.search(
         r"Step of the best: 80% between [\d.]+ and [\d.]+ s \(67 published runs", first
@@ -58,6 +61,7 @@ def test_json_has_every_row_with_its_layers(optpipe) -> None:
     assert low == pytest.approx(error["low"] * best["step_ms"])
     assert low < best["step_ms"] < high
     assert 0.9 < found["gain_probability"] < 1
+    assert 0 < found["gain_interval"][0] < found["gain"] < found["gain_interval"][1]
     assert best["command"].endswith(' pretrain_gpt.py ${DATA_ARGS[@]} "${OPTPIPE_ARGS[@]}"')
 
 

@@ -201,6 +201,9 @@ def test_the_probability_of_a_gain_grows_with_it() -> None:
     assert chances[2] > 0.95
     assert found.gain_probability(80.0, 100.0) == pytest.approx(1 - chances[2])
     assert accuracy(QWEN).gain_probability(100.0, 80.0) < chances[2]
+    low, high = found.gain_interval(100.0, 80.0)
+    assert low < 0.2 < high
+    assert found.gain_probability(100.0, 100.0 * (0.8 / (1 - low))) == pytest.approx(0.9, rel=1e-4)
     assert found.advises_measuring(0.6)
     assert not found.advises_measuring(0.95)
 

@@ -239,6 +239,14 @@ class TuneResult:
         return self.error.gain_probability(self.current.step_ms, self.best.step_ms)
 
     @property
+    def gain_interval(self) -> tuple[float, float] | None:
+        """The 80% interval of the measured gain; None where `gain_probability` is."""
+        error, current, best = self.error, self.current, self.best
+        if self.gain_probability is None or error is None or current is None or best is None:
+            return None
+        return error.gain_interval(current.step_ms, best.step_ms)
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """The changes from today's run to the best row; empty if that row is not faster.
 
@@ -274,9 +282,11 @@ class TuneResult:
         if self.gain <= 0:
             return f"{fastest}: nothing was found that is faster than what you run"
         said = f"{format_share(self.gain)} less time per step than what you run"
-        chance = self.gain_probability
-        if error is None or chance is None:
+        chance, interval = self.gain_probability, self.gain_interval
+        if error is None or chance is None or interval is None:
             return said
+        low, high = interval
+        said += f" (80% between {low:.0%} and {high:.0%})"
         number = "more than 99%" if chance > _MOST_CHANCE else f"{chance:.0%}"
         said = f"{said}; the gain is real with a probability of {number}"
         return f"{said}. Measure before you change" if error.advises_measuring(chance) else said
@@ -363,6 +373,7 @@ class TuneResult:
             "gain": self.gain,
             "costs_from": self.question.shape.costs_from,
             "gain_probability": self.gain_probability,
+            "gain_interval": self.gain_interval and list(self.gain_interval),
             "error": None if error is None else error.as_json(step_ms),
             "interval_ms": interval,
             "counts": asdict(self.counts),
