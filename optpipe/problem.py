@@ -315,6 +315,7 @@ _FREE = LinkLane(-1, 0.0)
 
 
 _MOST_PAIRS = 1_000_000
+_NAME_CHARS, _HASH_CHARS = 60, 19  # of a repr; the hash is sha256: and 12 digits
 
 MAX_CELLS = 2_000_000
 """Largest stages x micro-batches that a problem may have."""
@@ -872,6 +873,16 @@ class Problem(FileValue):
             data.pop(name, None)
         text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        """Return the name, the sizes and the start of the hash; not the stages."""
+        name = f"{self.name[:_NAME_CHARS]!r}: " if self.name else ""
+        return (
+            f"Problem({name}{len(self.devices)} devices, {len(self.stages)} stages, "
+            f"{self.num_microbatches} micro-batches, {self.problem_hash[:_HASH_CHARS]})"
+        )
+
+    __str__ = __repr__
 
 
 def _under_head(head: Stage, cost: Stage) -> Stage:

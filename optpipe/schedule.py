@@ -16,7 +16,7 @@ from pydantic_core import core_schema
 
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError, rule_broken
 from optpipe.problem import FileValue, FrozenValue, LinkLane, Objective
-from optpipe.units import format_bytes, format_ms, format_share, html_table
+from optpipe.units import ShortRepr, format_bytes, format_ms, format_share, html_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -318,7 +318,7 @@ class Contribution(FrozenValue):
     bound_gain_ms: float = Field(default=0.0, ge=0)
 
 
-class Provenance(FrozenValue):
+class Provenance(ShortRepr, FrozenValue):
     """The methods that made a schedule and proved its bound.
 
     ``method`` made it. ``start_method`` made the best schedule before optimisation, whose

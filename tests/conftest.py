@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.vendor.pretty import for_type_by_name
+from pydantic import BaseModel
 
 from optpipe.cli import main
 
@@ -37,6 +39,10 @@ settings.register_profile(
     database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis" / "examples"),
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+# A failing example shows the whole problem, as source; its repr is short.
+for_type_by_name(
+    "optpipe.problem", "Problem", lambda one, printer, _: printer.text(BaseModel.__repr__(one))
+)
 
 # Playwright's own browser is never downloaded, and Chromium's background requests would only
 # wait for a network that tests must not need.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis.vendor.pretty import pretty
 
 import optpipe
 from optpipe import InputError, Model, Problem, Schedule, Stage, evaluate, load_problem, simulate
@@ -68,7 +69,11 @@ def results() -> list[Any]:
     found = Result(SolveStatus.FEASIBLE, schedule, problem=one)
     lost = Result(SolveStatus.INFEASIBLE, None, message="no " * 500)
     programs = schedule.programs
-    return [schedule, found, lost, *rows, simulate(one, programs), explain(one, programs)]
+    made = schedule.provenance
+    return [
+        *(schedule, found, lost, *rows, simulate(one, programs), explain(one, programs)),
+        *(one, made, made.model_copy(update={"start_method": "s" * 99, "solver": "v" * 99})),
+    ]
 
 
 def test_the_repr_of_a_result_is_short() -> None:
@@ -79,11 +84,15 @@ def test_the_repr_of_a_result_is_short() -> None:
     assert repr(results()[0]).endswith("2 devices, 24 actions)")
 
 
-def test_the_repr_of_a_problem_can_be_evaluated() -> None:
-    """Hypothesis prints it as the example that failed."""
+def test_hypothesis_prints_a_whole_problem_as_the_example_that_failed() -> None:
+    """It can be evaluated; the repr is short."""
     one = load_problem(EXAMPLE.read_text())
     names = {kind.__name__: kind for kind in every_subclass(FrozenValue)}
-    assert eval(repr(one), names) == one
+    assert eval(pretty(one), names) == one
+    assert repr(one) == (
+        f"Problem('{one.name}': 4 devices, 4 stages, {one.num_microbatches} micro-batches, "
+        f"{one.problem_hash[:19]})"
+    )
 
 
 def test_a_notebook_shows_numbers_and_picture_without_a_network() -> None:

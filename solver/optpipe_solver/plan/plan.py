@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance, gap_of
-from optpipe.units import ShortRepr
+from optpipe.units import ShortRepr, format_ms, format_share, html_table
 from optpipe_solver.budget import Limits, SolveStatus, Stop
 from optpipe_solver.feasibility import feasibility, needs_text
 from optpipe_solver.plan.cuts import roomiest_cut
@@ -31,6 +31,7 @@ __all__ = ["DEFAULT_CHUNKS", "PlanResult", "plan"]
 
 DEFAULT_CHUNKS = (1, 2, 4)
 _MOST_CHUNKS = 8
+_SHOWN_ROWS = 12  # of a notebook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -94,6 +95,28 @@ class PlanResult(ShortRepr):
             "problem": _dumped(self.problem),
             "schedule": _dumped(self.schedule),
         }
+
+    def _repr_html_(self) -> str:
+        """Return the numbers and a table of the best cuts and the even one, for notebooks."""
+        numbers = [("status", self.status.value), ("message", self.message)]
+        if self.schedule is not None:
+            gap = "unknown" if self.gap is None else format_share(self.gap)
+            numbers[1:] = [(self.schedule.objective, _ms(self.schedule.objective_ms))]
+            numbers += [("bound of all cuts", _ms(self.bound_ms)), ("gap", gap)]
+        shown = self.rows[:_SHOWN_ROWS]
+        shown = shown if self.even in shown else (*shown, self.even)
+        heads = ("placement", "layers per stage", "bound", "best", "outcome")
+        rows = [
+            (
+                f"{row.label} (even)" if row.is_even else row.label,
+                " ".join(map(str, row.sizes)),
+                _ms(row.bound_ms),
+                _ms(row.final_ms),
+                row.fate.value,
+            )
+            for row in shown
+        ]
+        return html_table(numbers) + html_table([heads, *rows])
 
 
 def plan(
@@ -191,6 +214,10 @@ def _check_arguments(chunks: Collection[int], placements: Collection[PlacementKi
             f"placements = {list(placements)}: at least one of {', '.join(PLACEMENTS)}; correct "
             "them"
         )
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{format_ms(value)} ms"
 
 
 def _dumped(value: Problem | Schedule | None) -> Any:

@@ -35,6 +35,7 @@ from functools import cached_property
 from itertools import islice
 from math import inf
 from operator import ge, itemgetter
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from optpipe.errors import InputError
@@ -42,7 +43,7 @@ from optpipe.planning import step_estimate
 from optpipe.planning.accuracy import find_accuracy
 from optpipe.planning.configuration import host_notes
 from optpipe.planning.step import in_flight
-from optpipe.units import format_ms, format_share
+from optpipe.units import format_bytes, format_ms, format_share, html_table
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.tune.bounds import tables
 from optpipe_solver.tune.judge import (
@@ -89,6 +90,7 @@ _NEXT_SHARE, _NEXT_LEAST, _NEXT_MOST = 0.05, 2.0, 4.0
 """Rows of the result. To fill them up: share of the limit, minimum and maximum in units."""
 
 _MOST_CHANCE = 0.99  # above which the probability of a gain is not a number
+_MOST_VERDICT, _SHOWN_ROWS = 140, 16  # characters of a repr; rows of a notebook
 _ROUND = 4
 _MOST_PRICES = 40
 """Maximum number of relaxed programs of one order that bound other candidates."""
@@ -292,8 +294,30 @@ class TuneResult:
         return f"{said}. Measure before you change" if error.advises_measuring(chance) else said
 
     def __repr__(self) -> str:
-        """Return verdict and certificate: rows hold whole problems and programs."""
-        return f"<TuneResult: {self.verdict}; {self.certificate}>"
+        """Return verdict, number of rows and gap; rows hold whole problems and programs."""
+        verdict = shorten(self.verdict, _MOST_VERDICT, placeholder=" ...")
+        gap = "unknown" if self.gap is None else format_share(self.gap)
+        return f"TuneResult({verdict}; {len(self.rows)} rows, gap {gap})"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and a table of today's run and the best rows, for notebooks."""
+        shown = list(self.rows[:_SHOWN_ROWS])
+        if self.current is not None:
+            shown = [self.current, *(row for row in shown if row is not self.current)]
+        heads = ("configuration", "ms per step", "tokens/s/GPU", "bf16 MFU", "peak", "schedule")
+        rows = [
+            (
+                f"today: {row.label}" if row is self.current else row.label,
+                format_ms(row.step_ms),
+                f"{row.tokens_per_s_per_gpu:,.0f}",
+                format_share(row.mfu),
+                format_bytes(max(row.peak_bytes)),
+                row.method,
+            )
+            for row in shown
+        ]
+        answer = [("verdict", self.verdict), ("certificate", self.certificate)]
+        return html_table(answer) + html_table([heads, *rows])
 
     @property
     def pareto(self) -> tuple[TuneRow, ...]:

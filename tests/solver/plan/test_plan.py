@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from examples.make_llama3_8b import MODEL_FILE, make_model
 from optpipe import InputError, Problem, check_schedule, dump_problem, load_problem, simulate
 from optpipe.formats.json import dump_model
+from optpipe.units import format_ms
 from optpipe_solver import Progress, SolveStatus
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Stop
@@ -114,6 +115,11 @@ def test_a_huge_head_gets_an_uneven_cut() -> None:
     assert result.even.sizes == (4, 3, 3, 3)
     assert result.even.final_ms is not None
     assert schedule.objective_ms < result.even.final_ms
+    shown = result._repr_html_()
+    assert f"<td>{schedule.objective}</td><td>{format_ms(schedule.objective_ms)} ms" in shown
+    for row in (chosen, result.even):
+        assert f"<td>{' '.join(map(str, row.sizes))}</td>" in shown
+    assert len(repr(result)) < 200
 
 
 def test_where_nothing_fits_it_says_the_smallest_memory() -> None:
@@ -124,6 +130,7 @@ def test_where_nothing_fits_it_says_the_smallest_memory() -> None:
     assert result.schedule is None
     assert result.needs == {"devices[0].memory_bytes": 220, "devices[1].memory_bytes": 220}
     assert "(proven)" in result.message
+    assert f"<td>{result.message}</td>" in result._repr_html_()
     assert "with layers 2 2" in result.message
     assert "devices[0].memory_bytes must be at least 220" in result.message
     enough = model([layer(repeat=4, static_bytes=100)], gpus(2, memory_bytes=220), m=2)

@@ -32,6 +32,7 @@ from optpipe.planning.accelerators import find_gpus
 from optpipe.planning.shape import Lora
 from optpipe.planning.step import in_flight
 from optpipe.problem import placement_of
+from optpipe.units import format_ms
 from optpipe_solver import solve
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.highs import RowByRow
@@ -611,6 +612,14 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
     assert f"more than {result.gap:.1%} faster" in result.certificate
     assert result.gain is not None
     assert f"{100 * result.gain:.1f}% less time per step" in repr(result)
+    assert len(repr(result)) < 200
+    assert str(result) == repr(result)
+    assert len(repr(replace(result, minimum="many words " * 99))) < 200
+    shown = result._repr_html_()
+    assert result.verdict in shown
+    for one in (row, *result.rows[:16]):
+        assert f"{one.label}</td><td>{format_ms(one.step_ms)}" in shown
+    assert f"<td>today: {row.label}" in shown
 
 
 def test_a_gain_needs_a_baseline_that_fits_and_an_answer() -> None:
@@ -646,6 +655,7 @@ def test_a_gain_needs_a_baseline_that_fits_and_an_answer() -> None:
     assert "pipeline rank 3 needs" in result.verdict
     assert "0.2 GiB more than it has" in repr(result)
     assert "%" not in repr(result).partition(";")[0]
+    assert len(repr(result)) < 200
 
 
 def test_the_best_and_the_ten_next_have_rows_though_bounds_exclude_them() -> None:
