@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,10 @@ def test_jobs_are_listed_cancelled_and_resumed(optpipe, problem_file) -> None:
     job_id = optpipe("submit", long, "--tag", "mine", "--priority", 5)[1].strip()
     assert job_id in optpipe("jobs", "list", "--tag", "mine")[1]
     assert job_id not in optpipe("jobs", "list", "--tag", "other")[1]
+    (listed,) = json.loads(optpipe("jobs", "list", "--tag", "mine", "--json")[1])
+    assert (listed["id"], listed["tags"], listed["priority"]) == (job_id, ["mine"], 5)
+    assert datetime.fromisoformat(listed["created_at"]).tzinfo is not None
+    assert json.loads(optpipe("jobs", "list", "--tag", "other", "--json")[1]) == []
     assert job_id not in optpipe("jobs", "list", "--state", "failed")[1]
     assert optpipe("jobs", "cancel", job_id)[0] == 0
     optpipe("fetch", job_id)

@@ -222,6 +222,7 @@ def list_jobs(
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of jobs.")] = 20,
     url: cli.Url = cli.DEFAULT_URL,
     api_key: cli.ApiKey = None,
+    as_json: cli.AsJson = False,
 ) -> None:
     """List jobs, newest first.
 
@@ -229,15 +230,20 @@ def list_jobs(
     Examples:
       optpipe jobs list
       optpipe jobs list --state queued --tag nightly
+      optpipe jobs list --json
     """
+    with cli.connect(url, api_key) as client:
+        jobs = list(islice(client.jobs(state=state, tag=tag), limit))
+    if as_json:
+        cli.print_json([job.model_dump(mode="json", by_alias=True) for job in jobs])
+        return
     job_id = Column("job", no_wrap=True, min_width=_ID_WIDTH)
     table = Table(job_id, "state", "name", "made", "objective", "gap", box=None, pad_edge=False)
-    with cli.connect(url, api_key) as client:
-        for job in islice(client.jobs(state=state, tag=tag), limit):
-            objective = "" if job.objective_ms is None else f"{format_ms(job.objective_ms)} ms"
-            gap = "" if job.gap is None else cli.gap_text(job.gap)
-            created = job.created_at.strftime(_TIME_FORMAT)
-            table.add_row(job.id, job.state, job.name, created, objective, gap)
+    for job in jobs:
+        objective = "" if job.objective_ms is None else f"{format_ms(job.objective_ms)} ms"
+        gap = "" if job.gap is None else cli.gap_text(job.gap)
+        created = job.created_at.strftime(_TIME_FORMAT)
+        table.add_row(job.id, job.state, job.name, created, objective, gap)
     cli.stdout().print(table)
 
 
@@ -349,24 +355,36 @@ def _print_key(key: KeyRecord, text: str) -> None:
     )
 
 
-def list_keys(database_url: DatabaseUrl = None) -> None:
+def list_keys(database_url: DatabaseUrl = None, as_json: cli.AsJson = False) -> None:
     """List names, roles and ids of the keys, never the keys themselves.
 
     \b
-    Example:
+    Examples:
       optpipe keys list
+      optpipe keys list --json
     """
     with _open_keys(database_url, must_exist=True) as keys:
         found = keys.all()
+    if as_json:
+        names = ("created_at", "revoked_at", "expires_at")
+        cli.print_json(
+            [
+                {"name": key.name, "role": key.role.value, "id": key.id}
+                | {name: _utc(getattr(key, name), "%Y-%m-%dT%H:%M:%SZ") for name in names}
+                for key in found
+            ]
+        )
+        return
     table = Table("name", "role", "id", "made", "revoked", "expires", box=None, pad_edge=False)
     for key in found:
         times = (key.created_at, key.revoked_at, key.expires_at)
-        shown = [
-            "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime(_TIME_FORMAT)
-            for seconds in times
-        ]
+        shown = [_utc(seconds, _TIME_FORMAT) or "" for seconds in times]
         table.add_row(key.name, key.role.value, key.id, *shown)
     cli.stdout().print(table)
+
+
+def _utc(seconds: float | None, form: str) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime(form)
 
 
 def revoke_key(

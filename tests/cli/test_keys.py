@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 
 import pytest
 import structlog
@@ -34,6 +35,13 @@ def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch
         ["ops", "admin"],
     ]
     assert text.strip() not in listed
+    _, shown, _ = optpipe("keys", "list", "--json")
+    ci, ops = json.loads(shown)
+    assert (ci["name"], ci["role"], ops["role"]) == ("ci", "submit", "admin")
+    assert ci["id"] == id_of(text.strip())
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(ci["created_at"])).total_seconds()) < 600
+    assert ci["revoked_at"] is ci["expires_at"] is None
+    assert set(ci) == {"name", "role", "id", "created_at", "revoked_at", "expires_at"}
     assert optpipe("keys", "revoke", "ci")[0] == 0
     code, _, err = optpipe("keys", "revoke", "nobody")
     assert (code, "keys list" in err) == (2, True)
