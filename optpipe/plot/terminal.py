@@ -263,6 +263,13 @@ class _Picture:
             line.append_text(item).append("   ")
         line.rstrip()
         yield line
+        if self.shared:
+            shades = self.glyphs.shades
+            busy = f"{shades[1]} to {shades[-1]}: the share of the column that is busy"
+            if self.plain:
+                busy = "lower case: less than half of the column is busy"
+            for text in (busy, "order: 3F is F F F, 2(IW) is I W I W"):
+                yield Text(" " * self.gutter + text, style=_DIM)
 
     def _legend_of_actions(self) -> Iterator[Text]:
         used = {action.type for program in self.view.programs for action in program}

@@ -107,6 +107,20 @@ def test_above_a_column_for_each_pass_the_order_is_written_in_short() -> None:
     assert len(written) < 40
 
 
+def test_where_columns_share_passes_the_legend_explains_them_and_the_order() -> None:
+    problem, rows = large_case(4, 64)
+    view = ScheduleView(problem=problem, programs=rows)
+    plain = draw(view, 100)
+    assert re.search(r"^gpu\d .*[fiwb]", plain, re.MULTILINE)
+    assert [line.strip() for line in plain.splitlines()[-2:]] == [
+        "lower case: less than half of the column is busy",
+        "order: 3F is F F F, 2(IW) is I W I W",
+    ]
+    coloured = draw(view, 100, force_terminal=True, color_system="truecolor")
+    assert "░ to █: the share of the column that is busy" in coloured
+    assert "lower case" not in coloured
+
+
 def spelled_out(text: str) -> str:
     """Every letter of an order in short."""
     found = re.findall(r"(\d*)(?:\((\w+?)\)|([A-Z]))", text)
