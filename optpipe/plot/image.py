@@ -66,7 +66,7 @@ FRONTIER_SUFFIXES = (*SUFFIXES, ".html")
 _INCHES_PER_DEVICE, _MAX_GANTT, _MAX_MEMORY, _RANGE_INCHES = 0.36, 6.5, 3.6, 1.3
 _TITLE_INCHES, _LEGEND_INCHES, _MAX_HEIGHT = 0.55, 0.75, 60.0
 _MOST_LABELLED = 33
-_WIDTH, _SHARE_OF_BARS = 11.0, 0.9
+_WIDTH = 11.0
 _NAME_CHARS, _PAD_INCHES = 16, 0.12
 _LOOK = PALETTES["light"]
 
@@ -123,6 +123,12 @@ def draw_figure(views: Sequence[View]) -> Any:
             Line2D([], [], color=_LOOK.bound, linewidth=1.2, linestyle="--", label="lower bound")
         )
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    # Only a laid out chart tells how wide its bars are.
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=_PAD_INCHES)
+    engine.execute(figure)
+    for axis, view, drawing in zip(axes[::2, 0], views, drawings, strict=True):
+        _label(axis, view, drawing.bars)
     return figure
 
 
@@ -196,9 +202,7 @@ def _draw_view(gantt: Any, memory: Any, view: View, drawing: Drawing, *, length_
         fontsize=10,
         fontweight="bold",
     )
-    _draw_gantt(
-        gantt, drawing, view.programs, length_ms=length_ms, width_inches=_SHARE_OF_BARS * _WIDTH
-    )
+    _draw_gantt(gantt, drawing, view.programs, length_ms=length_ms)
     gantt.axvline(drawing.makespan_ms, color="black", linewidth=0.8, linestyle=":")
     if view.has_bound_line:
         gantt.axvline(view.bound_ms, color=_LOOK.bound, linewidth=1.2, linestyle="--", zorder=4)
@@ -254,13 +258,11 @@ MOST_SHAPES = 6_000
 _NUM_COLUMNS = 1_400
 _ROWS_PER_DEVICE = 24
 _MOST_LABELS = 1_500
-_LABELS_PER_INCH = 16
+_LABEL_POINTS, _MARGIN_POINTS, _TWO_LINES_POINTS = 6, 0.75, 12.0
 _EDGE = 0.4
 
 
-def _draw_gantt(
-    axis: Any, drawing: Drawing, programs: Programs, *, length_ms: float, width_inches: float
-) -> None:
+def _draw_gantt(axis: Any, drawing: Drawing, programs: Programs, *, length_ms: float) -> None:
     """Draw bars and bubbles; the rows are those of `optpipe.plot.scene`."""
     bars, num_devices = drawing.bars, len(programs)
     lanes = places(has_sides=has_side_lanes(bars))
@@ -292,27 +294,47 @@ def _draw_gantt(
                 outline, facecolor=BAR_COLOURS[code], edgecolor="white", linewidth=_EDGE, zorder=2
             )
         )
-    inches_per_ms = width_inches / length_ms if length_ms > 0 else 0.0
-    _label(axis, bars, inches_per_ms)
 
 
-def _label(axis: Any, bars: Bars, inches_per_ms: float) -> None:
-    """Write letter and micro-batch into the bars that have room for it."""
-    room = (bars.end - bars.start) * inches_per_ms * _LABELS_PER_INCH
-    is_compute = bars.lane == LANES.index("compute")
+def _label(axis: Any, view: View, bars: Bars) -> None:
+    """Write stage, letter and micro-batch into the bars of a laid out chart that have room."""
+    if len(bars) > MOST_SHAPES:
+        return
+    from matplotlib.font_manager import FontProperties  # noqa: PLC0415 - an optional extra
+    from matplotlib.textpath import text_to_path  # noqa: PLC0415
+
+    font = FontProperties(size=_LABEL_POINTS)
+    signs = "0123456789" + "".join(LETTERS.values())
+    points_of = {
+        sign: text_to_path.get_text_width_height_descent(sign, font, ismath=False)[0]
+        for sign in signs
+    }
+    area, (left, right), num_devices = axis.get_window_extent(), axis.get_xlim(), len(view.programs)
+    points_per_pixel = 72 / axis.figure.dpi
+    widths = (bars.end - bars.start) * area.width * points_per_pixel / (right - left)
+    lane = places(has_sides=has_side_lanes(bars))[LANES.index("compute")]
+    height = (lane.bottom - lane.top) * area.height * points_per_pixel / num_devices
+    has_chunks = len(view.problem.stages) > len(view.problem.devices)
+    fits = (widths >= points_of["0"] + 2 * _MARGIN_POINTS) & (height >= _LABEL_POINTS)
     texts = []
-    for row in np.flatnonzero(is_compute & (room >= 2)):
+    for row in np.flatnonzero((bars.lane == LANES.index("compute")) & fits):
         kind = KINDS[bars.kind[row]]
-        text = f"{LETTERS[kind]}{bars.microbatch[row]}" if kind is not None else ""
-        if room[row] < len(text):
-            text = f"{text[:1]}\n{text[1:]}"
-        if room[row] >= max(map(len, text.split("\n"))):
-            texts.append(((bars.start[row] + bars.end[row]) / 2, bars.device[row], text))
+        letter, number = LETTERS.get(kind, "") if kind is not None else "", bars.microbatch[row]
+        options = [f"{bars.stage[row]}{letter}{number}"] if has_chunks else []
+        options.append(f"{letter}{number}")
+        if height >= _TWO_LINES_POINTS:
+            options.append(f"{letter}\n{number}")
+        for text in options:
+            lines = text.split("\n")
+            needed = max(sum(points_of[sign] for sign in line) for line in lines)
+            if needed + 2 * _MARGIN_POINTS <= widths[row]:
+                texts.append(((bars.start[row] + bars.end[row]) / 2, bars.device[row], text))
+                break
     if len(texts) > _MOST_LABELS:
         return
+    place = {"ha": "center", "va": "center", "linespacing": 0.9, "in_layout": False}
     for middle, device, text in texts:
-        place = {"ha": "center", "va": "center", "linespacing": 0.9}
-        axis.text(middle, device, text, fontsize=6, zorder=3, **place)
+        axis.text(middle, device, text, fontsize=_LABEL_POINTS, zorder=3, **place)
 
 
 def _draw_pixels(

@@ -9,6 +9,8 @@ from matplotlib.image import imread
 from optpipe import InputError, load_csv
 from optpipe.plot.image import draw_figure, draw_svg, save_figure
 from optpipe.plot.scene import PALETTES, View
+from optpipe_solver.families.classic import build_interleaved
+from tests.building import problem, stage
 from tests.plot.conftest import make_small_problem
 from tests.plot.large import GIB, large_case
 
@@ -48,6 +50,32 @@ def test_labels_of_two_digits_have_their_kind() -> None:
     drawn = {text.get_text() for axis in figure.axes for text in axis.texts}
     assert {"F9", "F\n10", "F\n23"} <= drawn
     assert not {text for text in drawn if text.isdecimal()}
+
+
+@pytest.mark.parametrize("num_microbatches", [8, 16, 24])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_no_label_is_wider_than_its_bar(num_microbatches: int, num_chunks: int) -> None:
+    """Where a device has several stages, a label names the stage if its bar has room."""
+    one, rows = large_case(4, num_microbatches)
+    if num_chunks == 2:
+        one = problem([stage(at % 4, 3, 3, 2) for at in range(8)], m=num_microbatches)
+        rows = build_interleaved(one)
+    view = View("narrow", one, rows)
+    figure = draw_figure([view])
+    gantt, bars = figure.axes[0], view.drawing.bars
+    assert gantt.texts
+    for text in gantt.texts:
+        box = text.get_window_extent()
+        middle, device = text.get_position()
+        row = np.flatnonzero(
+            (bars.device == device) & (bars.start < middle) & (middle < bars.end) & (bars.lane == 0)
+        )[0]
+        left, right = gantt.transData.transform([(bars.start[row], 0), (bars.end[row], 0)])[:, 0]
+        assert left + 0.5 <= box.x0
+        assert box.x1 <= right - 0.5
+    names = {text.get_text() for text in gantt.texts}
+    stages_named = {name[0] for name in names if name[0].isdecimal()}
+    assert stages_named == (set("01234567") if (num_chunks, num_microbatches) == (2, 8) else set())
 
 
 def test_a_file_that_cannot_be_written_is_an_input_error(tmp_path, views) -> None:
