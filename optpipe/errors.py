@@ -287,7 +287,7 @@ def install_command(extra: str) -> str:
     """Return the pip command that adds an extra to the OptPipe that is installed here.
 
     OptPipe is on no package index, so the command names the folder or the repository that pip
-    installed it from (PEP 610).
+    installed it from (PEP 610), or a clone where neither is known.
     """
     try:
         text = metadata.distribution("optpipe").read_text("direct_url.json")
@@ -300,7 +300,9 @@ def install_command(extra: str) -> str:
         return f"pip install {editable}'{unquote(urlsplit(url).path)}[{extra}]'"
     if vcs := origin.get("vcs_info"):
         return f"pip install 'optpipe[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}'"
-    return f"pip install 'optpipe[{extra}]{f' @ {url}' if url else ''}'"
+    if url:
+        return f"pip install 'optpipe[{extra}] @ {url}'"
+    return f"pip install '.[{extra}]' in a clone of OptPipe"
 
 
 # --- Pydantic's errors as value, rule and fix, with the path into the JSON.

@@ -1,4 +1,6 @@
-"""Schedules as image files (PNG, SVG, PDF) with matplotlib: ``pip install 'optpipe[plot]'``.
+"""Schedules as image files (PNG, SVG, PDF) with matplotlib.
+
+They need the extra ``plot``: ``pip install '.[plot]'`` in a clone of OptPipe.
 
 Panels share one time axis, so that schedules before and after a change are easy to compare. For
 each device, a panel has a compute lane and a memory curve against the limit. Transfers from the

@@ -1,4 +1,6 @@
-"""Interactive charts of schedules and frontiers in a browser: ``pip install 'optpipe[plot]'``.
+"""Interactive charts of schedules and frontiers in a browser.
+
+They need the extra ``plot``: ``pip install '.[plot]'`` in a clone of OptPipe.
 
 A chart is a bokeh layout. `chart_item` turns it into JSON for a page that has BokehJS already (the
 service's), `chart_html` into one file that needs nothing else. Neither uses the network. This

@@ -395,7 +395,8 @@ def test_durations_in_odd_units_are_warned_about(optpipe, problem_file, tmp_path
             {"url": "https://host/r", "vcs_info": {"vcs": "git", "commit_id": "12ab"}},
             "'optpipe[solver] @ git+https://host/r@12ab'",
         ),
-        (None, "'optpipe[solver]'"),
+        ({"url": "https://host/a.zip"}, "'optpipe[solver] @ https://host/a.zip'"),
+        (None, "'.[solver]' in a clone of OptPipe"),
     ],
 )
 def test_the_command_that_installs_an_extra_names_where_optpipe_came_from(

@@ -97,8 +97,8 @@ class Tracer:
             raise FieldError(
                 FieldRef("config"),
                 f": has no formula, and this service cannot trace it: {' and '.join(missing)} "
-                "are not installed where it runs. Install optpipe[runtime] and transformers "
-                "there, or send ",
+                "are not installed where it runs. Run pip install '.[runtime]' transformers there, "
+                "in a clone of OptPipe, or send ",
                 FieldRef("trace"),
                 ", which optpipe estimate and tune make on your machine",
             )

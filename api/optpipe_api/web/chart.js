@@ -220,7 +220,7 @@ async function load() {
   const scripts = document.body.dataset.bokeh.split(" ").filter(Boolean);
   if (!scripts.length) {
     throw new Error("There are no charts, as the server lacks bokeh; install it there: "
-      + "pip install 'optpipe[plot]'");
+      + "pip install '.[plot]' in a clone of OptPipe");
   }
   // One after the other: the later ones extend the first.
   for (const src of scripts) await script(src);

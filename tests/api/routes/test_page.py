@@ -103,3 +103,4 @@ def test_a_server_without_bokeh_has_a_page_without_charts(tmp_path, monkeypatch)
     with connected(make_settings(tmp_path)) as http:
         assert 'data-bokeh=""' in http.get("/").text
         assert http.get(f"{BOKEH}/bokeh.min.js").status_code == 404
+        assert "pip install '.[plot]' in a clone of OptPipe" in http.get("/page/chart.js").text

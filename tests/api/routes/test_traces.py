@@ -113,6 +113,7 @@ def test_without_torch_the_service_says_what_to_install(
     answer = http.post("/v1/estimates", json=other)
     assert answer.status_code == 422
     assert "no_such_package are not installed where it runs" in answer.json()["detail"]
+    assert "pip install '.[runtime]' transformers there, in a clone" in answer.json()["detail"]
     assert "send trace" in answer.json()["detail"]
 
 
