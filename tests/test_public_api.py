@@ -69,10 +69,10 @@ def results() -> list[Any]:
     found = Result(SolveStatus.FEASIBLE, schedule, problem=one)
     lost = Result(SolveStatus.INFEASIBLE, None, message="no " * 500)
     programs = schedule.programs
-    made = schedule.provenance
+    provenance = schedule.provenance
     return [
         *(schedule, found, lost, *rows, simulate(one, programs), explain(one, programs)),
-        *(one, made, made.model_copy(update={"start_method": "s" * 99, "solver": "v" * 99})),
+        *(one, provenance.model_copy(update={"start_method": "s" * 99, "solver": "v" * 99})),
     ]
 
 
