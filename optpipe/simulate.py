@@ -1,6 +1,6 @@
 """Simulate programs: every action as soon as possible, in program order.
 
-This is the one implementation of docs/specification.md, "Time".
+This is the reference implementation of docs/specification.md, "Time".
 
 The rules are those of CUDA streams:
 
