@@ -12,7 +12,7 @@ from optpipe.evaluate import verify
 SMALL = [
     "tune", "--model", "llama3-8b", "--gpu", "h100", "--gpus", "8", "--global-batch", "16",
     "--sequence", "8192", "--framework", "megatron", "--fix", "tp=2,cp=1,micro_batch=1,pp=4",
-    "--time-limit", "2",
+    "--time-limit", "4",
 ]  # fmt: skip
 TODAY = ["--current", "tp=2,pp=4,recompute=full"]
 
@@ -221,7 +221,7 @@ def test_a_degree_is_fixed_by_its_own_name_too(optpipe) -> None:
 
 def test_each_number_of_gpus_has_a_row_and_the_smallest_that_fits_is_named(optpipe) -> None:
     """With tokens per GPU-hour and the cost, or with what is missing."""
-    limits = ("--time-limit", "4", "--price-per-gpu-hour", "2")
+    limits = ("--time-limit", "40", "--price-per-gpu-hour", "2")
     done = optpipe(*SEVERAL, "--gpus", "8,1,4", *limits, "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
@@ -246,7 +246,7 @@ def test_each_number_of_gpus_has_a_row_and_the_smallest_that_fits_is_named(optpi
 
 def test_auto_begins_below_the_smallest_number_that_fits(optpipe, monkeypatch) -> None:
     monkeypatch.setattr("optpipe_solver.tune.scaling.MAX_AUTO_GPUS", 8)
-    done = optpipe(*SEVERAL, "--gpus", "auto", "--time-limit", "4")
+    done = optpipe(*SEVERAL, "--gpus", "auto", "--time-limit", "40")
     assert done.code == 0, done.err
     table = done.out.partition("numbers of GPUs")[2].partition("bf16 MFU")[0]
     assert re.findall(r"^ *(\d) ", table, re.MULTILINE) == ["2", "4", "8"], done.out
@@ -265,7 +265,7 @@ def test_once_a_number_fits_no_other_is_tried_after_the_time(optpipe) -> None:
 
 
 def test_if_no_number_of_gpus_fits_the_largest_says_what_is_missing(optpipe) -> None:
-    done = optpipe(*SEVERAL, "--gpus", "1,2", "--memory-gb", "20", "--time-limit", "4")
+    done = optpipe(*SEVERAL, "--gpus", "1,2", "--memory-gb", "20", "--time-limit", "40")
     assert done.code == 3
     assert re.search(r"none of these numbers of GPUs fits: on 2, .* GiB more per GPU", done.err)
 

@@ -107,7 +107,8 @@ def test_above_a_column_for_each_pass_the_order_is_written_in_short() -> None:
     assert len(written) < 40
 
 
-def test_where_columns_share_passes_the_legend_explains_them_and_the_order() -> None:
+def test_where_columns_share_passes_the_legend_explains_them_and_the_order(monkeypatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
     problem, rows = large_case(4, 64)
     view = ScheduleView(problem=problem, programs=rows)
     plain = draw(view, 100)

@@ -195,7 +195,7 @@ def test_the_same_work_is_the_same_run() -> None:
     assert runs[0] == runs[1]
 
 
-def test_a_stop_takes_half_a_second_at_most() -> None:
+def test_a_stop_takes_two_seconds_at_most() -> None:
     """Also while the model is written, in HiGHS's presolve and in its root relaxation.
 
     Of processor time, which others on the machine do not take.
@@ -208,7 +208,7 @@ def test_a_stop_takes_half_a_second_at_most() -> None:
             return time.process_time() > end
 
         improve_by_milp(best, Stop(60, should_stop=told))
-        assert time.process_time() - end < 0.5
+        assert time.process_time() - end < 2.0
 
 
 @st.composite
