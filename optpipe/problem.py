@@ -266,8 +266,8 @@ class LicensedPair(FrozenValue):
     forward, backward
         Stages of one device. Micro-batches are free, but a cell does not pair with itself.
     ``with_``
-        In files ``with``: which backward, B or I. A pair that may run with one may not run with
-        the other.
+        In files ``with``: which backward, B or I. A pair licensed for one of them is not
+        licensed for the other.
     hidden_ms
         By how much the two together are shorter than one after the other, in ms: what of the one's
         communication hides behind the other's computation. At most the shorter of the two passes,

@@ -80,7 +80,7 @@ class _ByTopic(TyperGroup):
 
 
 def _with_fixed(arguments: list[str], known: set[str]) -> Iterator[str]:
-    """Yield arguments with degrees as values of ``--fix``, except where they are options."""
+    """Yield the arguments, with a degree that is no option as a value of ``--fix``."""
     degrees = {f"--{name.replace('_', '-')}": name for name in FixedDegrees.model_fields}
     degrees |= {f"--{alias}": name for alias, name in ALIASES.items() if name in degrees.values()}
     left = iter(arguments)

@@ -67,10 +67,10 @@ def compare(
     """
     if as_json and as_markdown:
         raise InputError("--json and --markdown exclude each other; give one of them")
-    started_s = time.monotonic()
+    began_s, best_ms = time.monotonic(), math.inf
     options = builder.build()
     problem = cli.read_problem(problem_file)
-    console, began_s, best_ms = cli.stderr(), time.monotonic(), math.inf
+    console = cli.stderr()
 
     def note_done(row: ComparisonRow) -> None:
         """Show the newest row on a terminal, and print each row better than all before."""
@@ -90,7 +90,7 @@ def compare(
 
         found = compare_methods(
             problem,
-            time_limit_s=cli.remaining_s(options.time_limit_s, started_s),
+            time_limit_s=cli.remaining_s(options.time_limit_s, began_s),
             threads=options.threads,
             seed=options.seed,
             workload=Workload(**options.workload.model_dump()),

@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -213,21 +213,17 @@ def _parts(annotation: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def _whole(text: str) -> int:
+def _read_number(text: str, kind: type[Any], noun: str) -> Any:
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no whole number; write one") from None
+        raise typer.BadParameter(f"{text!r} must be a {noun}; correct it") from None
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no number; write one") from None
-
-
-_NUMBERS: dict[Any, Callable[[str], Any]] = {int: _whole, float: _number}
+_NUMBERS: dict[Any, Callable[[str], Any]] = {
+    int: partial(_read_number, kind=int, noun="whole number"),
+    float: partial(_read_number, kind=float, noun="number"),
+}
 
 
 def _typer_parameter(field: _OptionField, default: Any) -> inspect.Parameter:

@@ -187,7 +187,8 @@ class Accuracy:
     def gain_interval(self, current_ms: float, best_ms: float) -> tuple[float, float]:
         """Return the 80% interval of the share of time that the second configuration saves.
 
-        It is that of the distribution in `gain_probability`, and below 0 where a loss is possible.
+        Its ends follow from the distribution of `gain_probability`. The lower end is negative if a
+        loss is possible.
         """
         ratio, factor = best_ms / current_ms, exp(_NINTH * self.difference)
         return 1 - ratio * factor, 1 - ratio / factor

@@ -212,7 +212,7 @@ def has_pasted_file(shape: ModelShape, framework: str) -> bool:
 
 
 def _gpus_and_hosts(configuration: Configuration) -> Iterator[tuple[Hardware, int, int]]:
-    """Yield each kind of GPU, their number, and the number of equal parts on hosts."""
+    """Yield each kind of GPU, its number of GPUs, and its number of equally filled hosts."""
     kinds = configuration.kinds or (configuration.hardware,) * configuration.pipeline.pp
     for kind in dict.fromkeys(kinds):
         number = kinds.count(kind) * configuration.training.ranks
@@ -221,7 +221,7 @@ def _gpus_and_hosts(configuration: Configuration) -> Iterator[tuple[Hardware, in
 
 
 def host_notes(configuration: Configuration) -> Iterator[str]:
-    """Yield a note for each kind of GPU of which several hosts are not used whole."""
+    """Yield a note for each kind whose GPUs do not fill their hosts."""
     for kind, number, hosts in _gpus_and_hosts(configuration):
         size = kind.gpus_per_host
         if hosts > 1 and number % size:

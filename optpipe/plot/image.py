@@ -125,7 +125,7 @@ def draw_figure(views: Sequence[View]) -> Any:
             Line2D([], [], color=_LOOK.bound, linewidth=1.2, linestyle="--", label="lower bound")
         )
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    # Only a laid out chart tells how wide its bars are.
+    # The widths of bars are known only after the layout.
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=_PAD_INCHES)
     engine.execute(figure)

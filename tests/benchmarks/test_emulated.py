@@ -62,6 +62,7 @@ def queueing_messages() -> tuple[Problem, Programs]:
     return problem, schedule.programs
 
 
+@pytest.mark.timeout(480)
 def test_copies_and_messages_take_their_planned_time() -> None:
     with start_ranks(2) as ranks:
         for problem, programs in (exposed_copies(), queueing_messages()):

@@ -12,7 +12,7 @@ from optpipe.evaluate import verify
 SMALL = [
     "tune", "--model", "llama3-8b", "--gpu", "h100", "--gpus", "8", "--global-batch", "16",
     "--sequence", "8192", "--framework", "megatron", "--fix", "tp=2,cp=1,micro_batch=1,pp=4",
-    "--time-limit", "4",
+    "--time-limit", "2",
 ]  # fmt: skip
 TODAY = ["--current", "tp=2,pp=4,recompute=full"]
 

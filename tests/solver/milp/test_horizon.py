@@ -195,20 +195,21 @@ def test_the_same_work_is_the_same_run() -> None:
     assert runs[0] == runs[1]
 
 
-def test_a_stop_takes_two_seconds_at_most() -> None:
+def test_a_stop_takes_half_a_second_at_most() -> None:
     """Also while the model is written, in HiGHS's presolve and in its root relaxation.
 
     Of processor time, which others on the machine do not take.
     """
     best = started(offloading_problem())
-    for after in (0.05, 0.5, 1.5):
+
+    def late_s(after: float) -> float:
         end = time.process_time() + after
+        improve_by_milp(best, Stop(60, should_stop=lambda: time.process_time() > end))
+        return time.process_time() - end
 
-        def told(end: float = end) -> bool:
-            return time.process_time() > end
-
-        improve_by_milp(best, Stop(60, should_stop=told))
-        assert time.process_time() - end < 2.0
+    for after in (0.05, 0.5, 1.5):
+        # A busy machine only adds to what a stop takes, so the least of three counts.
+        assert min(late_s(after) for _ in range(3)) < 0.5
 
 
 @st.composite
