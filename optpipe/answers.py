@@ -770,7 +770,7 @@ _REQUESTS_WITH_FORMS: dict[str, type[Request]] = {
 
 
 class Catalogue(BaseModel):
-    """What `POST /v1/estimates` knows by name, and the fields of the requests that have a form."""
+    """The names that `POST /v1/estimates` knows, and the fields of requests that have a form."""
 
     models: list[ModelEntry]
     gpus: list[GpuEntry]

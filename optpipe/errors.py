@@ -286,8 +286,8 @@ class MissingExtraError(WorldError):
 def install_command(extra: str) -> str:
     """Return the pip command that adds an extra to the OptPipe that is installed here.
 
-    OptPipe is on no package index, so the command names the folder or the repository that pip
-    installed it from (PEP 610), or a clone where neither is known.
+    OptPipe is on no package index. So the command names the folder or the repository that pip
+    installed it from (PEP 610). If neither is known, it names a clone.
     """
     try:
         text = metadata.distribution("optpipe").read_text("direct_url.json")

@@ -107,7 +107,7 @@ class PipelineRunner:
     """Runs one rank's program of a schedule, with all other ranks, step after step.
 
     Every rank of the group creates its runner at the same time, with the same schedule. Linear
-    layers become `SplitLinear` in place, as in `measure`, whatever the schedule: that changes
+    layers become `SplitLinear` in place, as in `measure`, whatever the schedule. That changes
     neither parameters nor results, only what a micro-batch keeps in memory under autocast.
 
     If a rank raises, hangs or dies, all others raise `RankError` with the cause, the same on all,
