@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,7 +35,7 @@ from optpipe.simulate import bubble_rate, link_warnings, simulate
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from rich.console import ConsoleOptions, RenderableType
 
@@ -234,6 +234,26 @@ ApiKey = Annotated[
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id that submit printed.")]
+
+
+def number_parser(
+    kind: type[int | float], low: float = -math.inf, high: float = math.inf
+) -> Callable[[str], Any]:
+    """Return the ``parser`` of an option that is a number between ``low`` and ``high``."""
+    rule = "a whole number" if kind is int else "a number"
+    if high < math.inf:
+        rule += f" from {low:g} to {high:g}"
+    elif low > -math.inf:
+        rule += f" of at least {low:g}"
+
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            number = kind(text)
+            if low <= number <= high:
+                return number
+        raise typer.BadParameter(f"{text!r} must be {rule}; correct it")
+
+    return parse
 
 
 def connect(url: str, api_key: str | None) -> Client:

@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -25,6 +25,7 @@ from annotated_types import BaseMetadata
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from optpipe.cli.console import number_parser
 from optpipe.errors import FieldError, InputError, explain
 from optpipe.requests import ALIASES, Option, Request
 
@@ -213,19 +214,6 @@ def _parts(annotation: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def _read_number(text: str, kind: type[Any], noun: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} must be a {noun}; correct it") from None
-
-
-_NUMBERS: dict[Any, Callable[[str], Any]] = {
-    int: partial(_read_number, kind=int, noun="whole number"),
-    float: partial(_read_number, kind=float, noun="number"),
-}
-
-
 def _typer_parameter(field: _OptionField, default: Any) -> inspect.Parameter:
     option, flag, kind = field.option, field.flag, field.type
     if option.repeated:
@@ -257,7 +245,7 @@ def _typer_parameter(field: _OptionField, default: Any) -> inspect.Parameter:
             flag,
             *field.aliases,
             metavar=metavar or {int: "N", float: "X", str: "TEXT"}.get(kind),
-            parser=_NUMBERS.get(kind),
+            parser=number_parser(kind) if kind in (int, float) else None,
             help=text + (f"  [{'; '.join(notes)}]" if notes else ""),
         ),
     ]

@@ -54,7 +54,10 @@ Dark = Annotated[bool, typer.Option("--dark", help="Draw light on dark (.html)."
 NumDevices = Annotated[
     int,
     typer.Option(
-        "--devices", metavar="N", min=1, help="Maximum number of devices in the terminal."
+        "--devices",
+        metavar="N",
+        parser=cli.number_parser(int, 1),
+        help="Maximum number of devices in the terminal.",
     ),
 ]
 
@@ -182,7 +185,11 @@ Target = Annotated[
 ExportFile = Annotated[Path | None, cli.output_option("Write here, instead of standard output.")]
 NumLayers = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Refuse unless the stages hold N transformer layers."),
+    typer.Option(
+        metavar="N",
+        parser=cli.number_parser(int, 1),
+        help="Refuse unless the stages hold N transformer layers.",
+    ),
 ]
 Fuse = Annotated[bool, typer.Option("--fuse", help="Fuse I and W into one backward B first.")]
 

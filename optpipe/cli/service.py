@@ -35,7 +35,9 @@ def serve(
     port: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=0, max=65535, help="Port; 0 is any free port.  [default: 8000]"
+            metavar="N",
+            parser=cli.number_parser(int, 0, 65535),
+            help="Port; 0 is any free port.  [default: 8000]",
         ),
     ] = None,
     database_url: Annotated[
@@ -219,7 +221,10 @@ def list_jobs(
         typer.Option(help="Only jobs in this state."),
     ] = None,
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only jobs with this tag.")] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of jobs.")] = 20,
+    limit: Annotated[
+        int,
+        typer.Option(metavar="N", parser=cli.number_parser(int, 1), help="Maximum number of jobs."),
+    ] = 20,
     url: cli.Url = cli.DEFAULT_URL,
     api_key: cli.ApiKey = None,
     as_json: cli.AsJson = False,
@@ -291,7 +296,12 @@ DatabaseUrl = Annotated[
     ),
 ]
 Days = Annotated[
-    float | None, typer.Option(min=0, help="Days until the key expires.  [default: never]")
+    float | None,
+    typer.Option(
+        metavar="X",
+        parser=cli.number_parser(float, 0),
+        help="Days until the key expires.  [default: never]",
+    ),
 ]
 
 
@@ -328,7 +338,12 @@ def create_key(
 def rotate_key(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")],
     overlap_hours: Annotated[
-        float, typer.Option(min=0, help="Hours in which the old key still works.")
+        float,
+        typer.Option(
+            metavar="X",
+            parser=cli.number_parser(float, 0),
+            help="Hours in which the old key still works.",
+        ),
     ] = 24.0,
     days: Days = None,
     database_url: DatabaseUrl = None,

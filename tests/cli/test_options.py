@@ -1,11 +1,13 @@
 """Options of commands come from the requests: each one arrives, and each is named in errors."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from optpipe.cli import options
+from optpipe.cli.app import _program
 from optpipe.planning import Training, find_model
 from optpipe.requests import (
     CHOSEN_BY_PLAN,
@@ -158,10 +160,31 @@ NOT_OPTIONS: dict[str, set[str]] = {
 
 def parameters_of(command: list[str]) -> dict[str, list[str]]:
     """The parameters of a command and their flags."""
-    from optpipe.cli.app import _program
-
     found = _program()
     for name in command:
         found = found.commands[name]
     return {parameter.name: [*parameter.opts, *parameter.secondary_opts]
             for parameter in found.params}  # fmt: skip
+
+
+def number_options() -> list[tuple[str, ...]]:
+    """Every command with each of its options for one number, subcommands included."""
+
+    def walk(command: Any, *names: str) -> Iterator[tuple[str, ...]]:
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, *names, name)
+        for parameter in command.params:
+            if parameter.type_descriptor.annotation in {int, float}:
+                yield (*names, parameter.opts[0])
+
+    return list(walk(_program()))
+
+
+def test_every_number_option_says_in_its_own_words_what_it_takes(optpipe) -> None:
+    """None prints the sentence of the library that reads the command line."""
+    found = number_options()
+    assert {("jobs", "list", "--limit"), ("plot", "--devices"), ("solve", "--seed")} <= {*found}
+    for *command, flag in found:
+        said = optpipe(*command, flag, "many")
+        assert said.code == 2, (command, flag)
+        assert "'many' must be a " in said.err, (command, flag, said.err)
