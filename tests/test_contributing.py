@@ -4,9 +4,14 @@ import json
 import re
 
 import pytest
+import typer
+from pydantic import Field
+from typer.testing import CliRunner
 
+from optpipe.cli.options import RequestBuilder, takes
 from optpipe.planning import accelerators, find_model
 from optpipe.planning.frameworks import megatron_reader
+from optpipe.requests import SearchOptions
 from optpipe.runtime.measuring import kernels
 from optpipe.runtime.measuring.trace_model import trace_config
 from tests.docs_console import ROOT, blocks
@@ -56,3 +61,27 @@ def test_a_leaf_kernel_replaces_the_launches_of_a_function(monkeypatch) -> None:
     exec(compile(code, "CONTRIBUTING.md", "exec"), {})
     replaced = trace_config(SMALL, sequence=64).ranks[0].kinds[0]
     assert replaced.forward_launches < plain.forward_launches
+
+
+def test_an_option_is_a_field_of_a_request() -> None:
+    """One more field is an option with its range in the help, and reaches the request."""
+
+    class WithExample(SearchOptions):
+        example: int = Field(3, ge=1, le=8, description="An example.")
+
+    seen: list[SearchOptions] = []
+    app = typer.Typer(rich_markup_mode=None)
+
+    @app.command()
+    @takes(WithExample)
+    def command(builder: RequestBuilder[WithExample]) -> None:
+        seen.append(builder.build())
+
+    run = CliRunner().invoke
+    assert "--example N" in (shown := run(app, ["--help"]).output)
+    assert "An example.  [default: 3; 1 to 8]" in shown
+    assert run(app, ["--example", "5"]).exit_code == 0
+    assert seen[-1].model_dump()["example"] == 5
+    refused = run(app, ["--example", "9"])
+    assert "--example 9: must be <= 8" in str(refused.exception)
+    assert WithExample.model_json_schema()["properties"]["example"]["maximum"] == 8
