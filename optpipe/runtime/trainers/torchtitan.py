@@ -13,6 +13,7 @@ runs a step is ours. The placement is the schedule's: a loop, a V or any other.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import PreflightError
@@ -22,7 +23,7 @@ from optpipe.runtime.runner import PipelineRunner
 from optpipe.runtime.trainers import require_framework
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
     from torch import Tensor, nn
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
-__all__ = ["TitanSchedule", "pipeline_llm"]
+__all__ = ["TitanSchedule", "pipeline_llm", "splittable"]
 
 
 def pipeline_llm(
@@ -77,9 +78,7 @@ def pipeline_llm(
         _generate_llm_fqn_per_model_part,
         _split_module,
     )
-    from torchtitan.models.common import Linear
 
-    treat_as_plain(Linear)
     placement = schedule.placement
     planned = num_microbatches_of(schedule)
     configured = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
@@ -105,7 +104,7 @@ def pipeline_llm(
     parts: dict[int, nn.Module] = {}
     for stage in own:
         part = _split_module(model, names[stage])
-        with class_forwards(layer for layer in part.modules() if type(layer) is Linear):
+        with splittable(part):
             parts[stage] = parallelize_fn(
                 part,
                 parallel_dims=parallel_dims,
@@ -123,6 +122,19 @@ def pipeline_llm(
     settings = {"device": device, "group": mesh.get_group(), "mean_loss": False, **options}
     titan = TitanSchedule(parts, schedule, scalar_loss, problem, settings)
     return titan, list(parts.values()), 0 in own, len(placement) - 1 in own
+
+
+@contextmanager
+def splittable(part: nn.Module) -> Iterator[None]:
+    """Let W make the weight gradients of a part of torchtitan's model that is parallelized inside.
+
+    `pipeline_llm` does so itself; a part that is only profiled needs it.
+    """
+    from torchtitan.models.common import Linear
+
+    treat_as_plain(Linear)
+    with class_forwards(layer for layer in part.modules() if type(layer) is Linear):
+        yield
 
 
 class TitanSchedule:
