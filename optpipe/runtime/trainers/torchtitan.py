@@ -133,7 +133,8 @@ def splittable(part: nn.Module) -> Iterator[None]:
     from torchtitan.models.common import Linear
 
     treat_as_plain(Linear)
-    with class_forwards(layer for layer in part.modules() if type(layer) is Linear):
+    plain: Any = (layer for layer in part.modules() if type(layer) is Linear)
+    with class_forwards(plain):
         yield
 
 
