@@ -18,8 +18,8 @@ __all__ = ["ROOT", "Step", "blocks", "make_workplace", "mismatch", "run_shell", 
 ROOT = Path(__file__).parent.parent
 EXACT = ("optpipe estimate", "optpipe bound", "optpipe import")
 """Commands without a search: they print the same numbers on every machine."""
-EXACT_LINES = "today: "
-"""Begin of the lines of a search whose numbers are an estimate."""
+EXACT_LINES = ("today: ", "1f1b ", "peak memory gpu0 ...")
+"""Begin of the lines of a search whose numbers do not depend on what it finds."""
 EXACT_IF_PROVEN = ("makespan ", "bubble of the ")
 """Begin of the lines whose numbers follow from an optimal objective."""
 PROOF = "(optimal)"
