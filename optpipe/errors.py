@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import reprlib
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ __all__ = [
     "Writer",
     "explain",
     "faults_of",
+    "nearest_names",
     "places",
     "plain",
     "pointer",
@@ -423,8 +425,27 @@ def _rule_and_fix(item: Any, kind: str, context: Mapping[str, Any]) -> str:
         shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
         return f"must be {_SIGNS[kind]} {shown}; stay in range"
     if kind == "literal_error":
-        return f"must be {context['expected']}; choose one"
+        near = nearest_names(str(item["input"]), re.findall(r"'([^']+)'", context["expected"]), 1)
+        fix = f"did you mean {near[0]!r}?" if near else "choose one"
+        return f"must be {context['expected']}; {fix}"
     return f"{item['msg']}; change it"
+
+
+def nearest_names(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """Return the known names that a mistyped one may mean, the most likely first.
+
+    Case, blanks and signs do not count, nor what is before a slash: ``meta-llama/Meta-Llama-3-8B``
+    contains ``llama3-8b``.
+    """
+    plain = {_letters(one): one for one in known}
+    wanted = _letters(name[-_SHOWN_CHARS:].rpartition("/")[2])
+    within = sorted((one for one in plain if len(one) > 1 and one in wanted), key=len, reverse=True)
+    close = difflib.get_close_matches(wanted, plain, n=most)
+    return [plain[one] for one in dict.fromkeys([*within[:1], *close])][:most]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _without_echoes(details: list[Any]) -> list[Any]:
@@ -459,7 +480,7 @@ def _shown(value: Any) -> str:
 
 def _nearest(location: tuple[Any, ...], model: type[BaseModel]) -> str:
     fields = _fields_at(location[:-1], model)
-    near = difflib.get_close_matches(str(location[-1])[:_SHOWN_CHARS], fields, n=1)
+    near = nearest_names(str(location[-1]), fields, 1)
     if near:
         return f"did you mean {near[0]!r}? Otherwise remove it"
     return f"remove it (known here: {', '.join(sorted(fields))})"

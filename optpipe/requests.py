@@ -835,9 +835,11 @@ class ModelOnGpus(Request):
     def trace_question(self) -> dict[str, Any]:
         """Return what `optpipe.runtime.measuring.trace_model` traces for this request.
 
-        Raises `FieldError` if a GPU is not known: better before a trace than after it.
+        Raises `FieldError` before a trace if a GPU is not known, or the config names no model type.
         """
         _ = self.gpus
+        if not {"model_type", "architectures", "text_config"} & set(self.config or ()):
+            raise _field_error("`config` has no model_type; give the model's whole config.json")
         kernels = self.kernels or "torch"
         choice = (kernels, self.compiled)
         traced = next((name for name, one in TRAINING_KERNELS.items() if one == choice), "torch")

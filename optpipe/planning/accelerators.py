@@ -173,10 +173,11 @@ class Hardware:
             found = re.fullmatch(r"([a-z]+)(?::(\d+(?:\.\d+)?))?", text.lower())
             if found is None or found[1] not in _NETWORKS:
                 known = ", ".join(_NETWORKS)
+                like = "infiniband:400" if text.lower().startswith("i") else "ethernet:100"
                 raise FieldError(
                     FieldRef("network", text),
                     f": must be one of {known}, with Gbit/s per device behind a colon "
-                    "(ethernet:100); correct it",
+                    f"({like}); correct it",
                 )
             kind, gbit = found[1], found[2]
         share, latency_ms, usual = _NETWORKS[kind]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
-from optpipe.errors import FieldError, FieldRef, InputError
+from optpipe.errors import FieldError, FieldRef, InputError, nearest_names
 from optpipe.planning.trace import TRAINING_KERNELS
 
 if TYPE_CHECKING:
@@ -1009,6 +1008,6 @@ def pick(field: str, name: str, catalogue: Mapping[str, Value]) -> Value:
     found = catalogue.get(name)
     if found is not None:
         return found
-    close = difflib.get_close_matches(name, catalogue, n=3)
+    close = nearest_names(name, catalogue)
     hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(catalogue)}"
     raise FieldError(FieldRef(field, name), f": the catalogue has none of that name; {hint}")

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from optpipe.errors import FieldError, FieldRef
+from optpipe.errors import FieldError, FieldRef, nearest_names
 from optpipe.schedule import OPTIMAL_GAP, Contribution, Provenance, Schedule, gap_of
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Limits, Result, SolveStatus, Stop, Stopped, stopped_by
@@ -116,8 +116,10 @@ def solve(
         time_limit_s=time_limit_s, work_limit=work_limit, threads=threads, seed=seed, gap=gap
     )
     if method not in METHODS:
+        near = nearest_names(method, METHODS, 1)
+        fix = f"did you mean {near[0]}?" if near else "choose one"
         raise FieldError(
-            FieldRef("method", method), f": must be one of {', '.join(METHODS)}; choose one"
+            FieldRef("method", method), f": must be one of {', '.join(METHODS)}; {fix}"
         )
     if method == "milp" and (pairs := num_order_pairs(problem, fifo=True)) > MOST_PAIRS:
         raise FieldError(
@@ -204,7 +206,9 @@ class _SolveRun:
         self._note_why()
         is_warm = self.is_warm()
         if self.method in _OPTIMISE and not is_warm and self.stopped_by == "time_limit":
-            _log.warning("the search did not start: its kernels are still being compiled")
+            _log.warning(
+                "the search did not start: its kernels are still being compiled; solve again later"
+            )
         if self.lowers and is_warm and self.stopped_by != "cancelled":
             self._lower_peaks()
         if self.robust is not None:

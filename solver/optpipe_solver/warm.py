@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -105,7 +106,8 @@ def warm_in_background(problem: Problem) -> Callable[[], bool]:
     if _background is None:
         _log.warning(
             "compiling kernels in the background, once per installation: about a minute on two "
-            "idle cores; the search starts after that"
+            "idle cores%s; the search starts after that",
+            _begun_before(),
         )
         _background = Thread(target=_compile_elsewhere, daemon=True, name="compile")
         _background.start()
@@ -197,6 +199,15 @@ def _compile_elsewhere() -> None:
     finally:
         # If the other process failed, this process compiles. It must load no old kernel.
         _begin_cache()
+
+
+def _begun_before() -> str:
+    """Return since when kernels are compiled, if an earlier process began that."""
+    try:
+        seconds = time.time() - _mark("begun").stat().st_mtime
+    except FileNotFoundError:
+        return ""
+    return f", begun {seconds:.0f} s ago" if seconds < _COMPILE_S else ""
 
 
 def _begin_cache() -> None:
