@@ -198,12 +198,9 @@ def _plain_text(text: str) -> str:
 def _draw_view(gantt: Any, memory: Any, view: View, drawing: Drawing, *, length_ms: float) -> None:
     """Draw one schedule: what happens above, what is held below."""
     problem = view.problem
-    gantt.set_title(
-        f"{_plain_text(view.title)}: {headline(problem, drawing, view.bound_ms)}",
-        loc="left",
-        fontsize=10,
-        fontweight="bold",
-    )
+    title = f"{_plain_text(view.title)}: {headline(problem, drawing, view.bound_ms)}"
+    points = min(_TITLE_POINTS, _TITLE_POINTS * _MOST_TITLE / len(title))
+    gantt.set_title(title, loc="left", fontsize=points, fontweight="bold")
     _draw_gantt(gantt, drawing, view.programs, length_ms=length_ms)
     gantt.axvline(drawing.makespan_ms, color="black", linewidth=0.8, linestyle=":")
     if view.has_bound_line:
@@ -262,6 +259,7 @@ _ROWS_PER_DEVICE = 24
 _MOST_LABELS = 1_500
 _LABEL_POINTS, _MARGIN_POINTS, _TWO_LINES_POINTS = 6, 0.75, 12.0
 _EDGE = 0.4
+_TITLE_POINTS, _MOST_TITLE = 10.0, 100  # of a title, and the letters of that size that fit
 
 
 def _draw_gantt(axis: Any, drawing: Drawing, programs: Programs, *, length_ms: float) -> None:

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from optpipe import InputError, load_csv
 from optpipe.plot.image import draw_figure, draw_svg, save_figure
@@ -50,6 +51,14 @@ def test_labels_of_two_digits_have_their_kind() -> None:
     drawn = {text.get_text() for axis in figure.axes for text in axis.texts}
     assert {"F9", "F\n10", "F\n23"} <= drawn
     assert not {text for text in drawn if text.isdecimal()}
+
+
+def test_a_long_title_is_not_cut() -> None:
+    problem, rows = large_case(4, 24)
+    figure = draw_figure([View("OptPipe (zb-h2, squeezed, " + "peak" * 16 + ")", problem, rows)])
+    figure.canvas.draw()
+    (title,) = figure.findobj(lambda one: isinstance(one, Text) and "peakpeak" in one.get_text())
+    assert title.get_window_extent().x1 <= figure.bbox.x1
 
 
 @pytest.mark.parametrize("num_microbatches", [8, 16, 24])
