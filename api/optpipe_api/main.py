@@ -357,7 +357,11 @@ def _serve(settings: Settings) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.ssl_certfile is None else "https"
     address = f"[{host}]" if ":" in host else host
-    log.info("OptPipe listens", action="serve.start", url=f"{scheme}://{address}:{port}")
+    log.info(
+        "OptPipe listens, with a page at /",
+        action="serve.start",
+        url=f"{scheme}://{address}:{port}",
+    )
     ApiServer(server_config(app, settings)).run([listener])
     log.info("stopped; unfinished jobs wait for the next start", action="serve.stop")
 

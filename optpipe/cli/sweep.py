@@ -241,9 +241,13 @@ def _show(rows: Sequence[SweepRow]) -> None:
         table.add_row(*cells)
     console.print(table, markup=False)
     # A column of messages would be a few letters wide.
-    notes = [f"{row['name']}: {row['message']}" for row in rows if row["message"]]
-    if notes:
-        console.print("\n" + "\n".join(notes), markup=False, soft_wrap=True)
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row["message"]:
+            names.setdefault(row["message"], []).append(row["name"])
+    for message, (first, *others) in names.items():
+        more = f" and {len(others)} more" if others else ""
+        console.print(f"\n{first}{more}: {message}", markup=False, soft_wrap=True)
 
 
 # --- A sweep on this machine, one combination after the other.

@@ -41,6 +41,14 @@ def read(path: Path) -> list[Any]:
     return load_sweep_csv(path.read_text(encoding="utf-8"))
 
 
+def test_equal_reasons_are_printed_once(optpipe, problem_file, solved) -> None:
+    axes = ("--axis", "devices[*].memory_bytes=9", "--axis", "objective=makespan,span")
+    code, out, _ = optpipe("sweep", problem_file, *axes, "--time-limit", "20")
+    assert code == 3
+    assert out.count("no schedule fits") == 1
+    assert " and 1 more: no schedule fits" in out
+
+
 def test_a_sweep_gives_a_table_and_a_frontier(optpipe, problem_file, tmp_path, solved) -> None:
     """From the least memory up, each with the schedule of the one before; one is too small."""
     table, picture = tmp_path / "t.csv", tmp_path / "f.svg"
