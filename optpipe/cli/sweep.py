@@ -241,13 +241,18 @@ def _show(rows: Sequence[SweepRow]) -> None:
         table.add_row(*cells)
     console.print(table, markup=False)
     # A column of messages would be a few letters wide.
-    names: dict[str, list[str]] = {}
+    names: dict[tuple[str, int | None], list[str]] = {}
     for row in rows:
         if row["message"]:
-            names.setdefault(row["message"], []).append(row["name"])
-    for message, (first, *others) in names.items():
-        more = f" and {len(others)} more" if others else ""
-        console.print(f"\n{first}{more}: {message}", markup=False, soft_wrap=True)
+            # The same reason for no schedule often holds for many rows.
+            place = None if row["objective_ms"] is None else row["index"]
+            names.setdefault((row["message"], place), []).append(row["name"])
+    notes = [
+        f"{first}{f' and {len(others)} more' if others else ''}: {message}"
+        for (message, _), (first, *others) in names.items()
+    ]
+    if notes:
+        console.print("\n" + "\n".join(notes), markup=False, soft_wrap=True)
 
 
 # --- A sweep on this machine, one combination after the other.
