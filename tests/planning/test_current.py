@@ -50,6 +50,41 @@ torchrun $DISTRIBUTED pretrain_gpt.py "${MODEL_ARGS[@]}" \\
     --micro-batch-size=1 --global-batch-size 64 --bf16 --sequence-parallel \\
     --use-distributed-optimizer --overlap-grad-reduce --lr 1e-4 --data-path "my data"
 """
+RECIPE = """
+#!/bin/bash
+GPUS_PER_NODE=8
+DTYPE=${DTYPE:-"fp8"}
+WORLD_SIZE=$(($GPUS_PER_NODE*1))
+echo "----- Llama 3 8B -----"
+DISTRIBUTED_ARGS=(
+    "--nproc_per_node $GPUS_PER_NODE"
+    "--nnodes 1"
+)
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --seq-length 8192
+    --swiglu
+    --untie-embeddings-and-output-weights
+    --moe-permute-fusion
+)
+TRAINING_ARGS=(--micro-batch-size 1 --global-batch-size 128 --bf16)
+DTYPE_ARGS=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    DTYPE_ARGS+=(
+        "--fp8-format hybrid"
+        "--fp8-amax-history-len 1024"
+        "--fp8-param-gather"
+    )
+fi
+TRAINING_ARGS+=("--vocab-size 128256" "--frobnicate hard" --sequence-parallel)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} \\
+    ${TRAINING_ARGS[@]} ${DTYPE_ARGS[@]} --manual-gc; echo done
+"""
+"""Written as NVIDIA's recipes are: arrays whose words hold a flag and its value."""
 VALUES = """
 dataset:
   num_layers: 7
@@ -149,6 +184,37 @@ def test_a_shell_script_of_megatron_lm() -> None:
     assert (training.zero, training.overlap, training.precision) == (1, True, "bf16")
     assert not training.recompute
     assert found.global_batch == 64
+
+
+def test_a_word_of_an_array_that_holds_a_flag_and_its_value_is_split_as_bash_splits_it() -> None:
+    """Nothing is lost: an option is read, or a note names it."""
+    assert find_model_of(RECIPE) == ("llama3-8b", None)
+    assert TuneRequest(gpu="h100", current_file=RECIPE).total_gpus == 8
+    found = megatron(RECIPE, num_gpus=8)
+    assert found.training.precision == "fp8"
+    assert (found.training.sequence, found.global_batch) == (8192, 128)
+    assert found.not_modelled == (
+        "fp8_param_gather (time and memory)",
+        "frobnicate (not known here)",
+        "manual_gc (time)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ("A=(--manual-gc)", "manual_gc (time)"),
+        ("A=(--lr 1 --frobnicate)", "frobnicate (not known here)"),
+        ("--frobnicate; wait", "frobnicate (not known here)"),
+        ("--a.b 3", "a.b (not known here)"),
+        ("--$NAME-of 3", "$NAME_of (not known here)"),
+        ("'--frobnicate=a b'", "frobnicate (not known here)"),
+        ("A='--manual-gc --lr 3'; $A", "manual_gc (time)"),
+        ("A=(--moe-permute-fusion)\ntorchrun x.py | tee log", ""),
+    ],
+)
+def test_an_option_that_is_not_understood_is_named(options: str, listed: str) -> None:
+    assert megatron(f"{BASE} {options}").not_modelled == ((listed,) if listed else ())
 
 
 @pytest.mark.parametrize(

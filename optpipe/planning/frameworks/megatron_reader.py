@@ -212,7 +212,9 @@ def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
     neutral = {*_OPTIONS["neutral"], *_OPTIONS["launcher"], *(option.section for option in OPTIONS)}
     neutral |= {option.field for option in OPTIONS} - set(_OPTIONS["not_modelled"])
     for name, words in said.words_of.items():
-        if name in said.read or name in neutral or not name.isidentifier():
+        # Of values, a path such as ``attention_backend._args_`` is a part of another setting.
+        is_part = not said.is_arguments and not name.isidentifier()
+        if name in said.read or name in neutral or is_part:
             continue
         if name not in _OPTIONS["not_modelled"]:
             yield f"{name} (not known here)"
