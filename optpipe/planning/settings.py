@@ -129,7 +129,8 @@ def read_settings(text: str, aliases: Mapping[str, str]) -> FrameworkSettings:
     InputError
         If the text has neither arguments nor values, or a quote is open.
     """
-    is_arguments = re.search(r"(?:^|[\s\"'(=])--[a-z]", text) is not None
+    code = re.sub(r"(?:^|\s)#.*", "", text, flags=re.MULTILINE)
+    is_arguments = re.search(r"(?:^|[\s\"'(=])--[a-z]", code) is not None
     found, twice = (_Arguments(text).words_of, {}) if is_arguments else _values(text)
     if not found:
         raise InputError(

@@ -167,6 +167,8 @@ def read_question(request: TuneRequest) -> AskedTune:
         name = "current" if request.current is not None else "current_file"
         places = error.inside(f"/{name}").pointers
         raise FieldError(FieldRef(name), f": {error}").at(*places) from None
+    shape = replace(question.shape, settings=current.shape.settings)
+    question = replace(question, shape=shape)
     question = calibrated(question, current, request.measured_step_s, request.measured_peak_gib)
     return AskedTune(question=question, current=current)
 
