@@ -560,7 +560,7 @@ def test_the_dispatcher_that_megatron_lm_has_by_default_is_not_estimated() -> No
          "'GPipe'", "pipeline_parallel_schedule = GPipe: the step of 1F1B"),
         (TITAN + "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage ="
          " 3", "12 stages on pp = 2 with 1F1B: 1F1B has one for each rank"),
-        (TITAN + "[parallelism]\npipeline_parallel_schedule_csv = 'a.csv'", "_csv: is not read;"),
+        (TITAN + "[parallelism]\npipeline_parallel_split_points = ['layers.2']", "is not read;"),
         (TITAN.replace("[act", "dtype = 'bfloat16'\n[act"), "training.dtype = bfloat16: gradients"),
         (TITAN + "[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = "
          "[['tok_embeddings', 'layers.1'], ['norm', 'lm_head']]", "sizes .2, 1.: must be 2"),
@@ -643,7 +643,7 @@ def test_a_csv_says_the_order_and_the_name_where_stages_stand() -> None:
     line = run("llama3-8b", zero=3, pp=4, schedule="zb-h2", num_microbatches=3)
     text = torchtitan_config(line, csv="my schedule.csv")
     assert "pipeline_parallel_schedule='PipelineScheduleMulti'" in text
-    assert "pipeline_parallel_schedule_csv='my schedule.csv'" in text
+    assert "pipeline_parallel_schedule_csv=str(Path(__file__).parent / 'my schedule.csv')" in text
     v = run("llama3-8b", zero=3, pp=4, chunks=2, placement="v")
     text = torchtitan_config(v, csv="v.csv", schedule="DualPipeV")
     assert "pipeline_parallel_schedule='DualPipeV'" in text

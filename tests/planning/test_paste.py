@@ -299,7 +299,8 @@ def test_torchtitan_loads_our_config_and_places_its_stages_so(answers, name):
         layers = [f"layers.{index}" for index in range(configuration.shape.num_layers)]
         every = ["tok_embeddings", *layers, "norm", "lm_head"]
         assert [name for part in found["modules"] for name in part] == every
-    assert found["csv"] == ("a.csv" if "CSV" in name else "")
+    assert Path(found["csv"]).name == ("a.csv" if "CSV" in name else "")
+    assert Path(found["csv"]).is_absolute() == ("CSV" in name)
     wanted = "FullAC.Config" if configuration.training.recompute else "NoneType"
     assert found["recompute"] == wanted
     if found["parameters"] is not None:
@@ -592,6 +593,36 @@ def for_torchtitan(draw):
         training = replace(training, compiled=draw(st.booleans()))
     gpu = find_gpu("h100")
     return Configuration(shape=shape, hardware=gpu, training=training, pipeline=cut, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "schedule", "csv", "note"),
+    [
+        (run("llama3-8b", dp=2, zero=3, pp=4, schedule="zb-h1"), None, "a b.csv",
+         "schedule_csv (its order is not read: the step of today is that of 1F1B)"),
+        (run("llama3-8b", zero=3, pp=4, chunks=2, num_microbatches=6,
+             sizes=(4, 4, 4, 5, 4, 4, 4, 5)),
+         None, "a.csv", "schedule_csv (its order is not read: the step of today is that of Interl"),
+        (run("llama3-8b", zero=3, pp=2, chunks=2, placement="v"), "ZBVZeroBubble", None,
+         "ZBVZeroBubble (its order is not read: the step of today is that of Interleaved1F1B)"),
+        (run("llama3-8b", zero=3, pp=2, chunks=2, placement="v"), "DualPipeV", "v.csv",
+         "pipeline_parallel_schedule_csv (its order is not read"),
+    ],
+)  # fmt: skip
+def test_a_pasted_order_of_torchtitan_is_read_with_its_stages_and_a_note(
+    configuration, schedule, csv, note: str
+) -> None:
+    """The CSV lies next to the config, and a note says that its order is not read."""
+    text = torchtitan_config(configuration, schedule=schedule, csv=csv)
+    path = f"pipeline_parallel_schedule_csv=str(Path(__file__).parent / {csv!r})"
+    assert (path in text) == (csv is not None)
+    found = read_torchtitan(
+        text, configuration.shape, configuration.hardware, configuration.num_gpus
+    )
+    assert note in found.not_modelled[0]
+    assert found.training == replace(configuration.training, kernels="torch")
+    assert found.stages == configuration.stages
+    assert found.pipeline.num_microbatches == configuration.pipeline.num_microbatches
 
 
 @few(40)

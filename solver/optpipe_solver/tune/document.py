@@ -465,7 +465,8 @@ def paste(row: TuneRow, form: str, csv: str = "schedule.csv") -> str:
         Megatron-LM's ``arguments``, Megatron-Core's ``yaml``, a torchtitan config (``python``), its
         schedule for torch (``csv``).
     csv
-        Where a torchtitan config finds the schedule, unless torchtitan has it by name.
+        Where a torchtitan config finds the schedule from its own folder, unless torchtitan has it
+        by name.
 
     Raises
     ------
