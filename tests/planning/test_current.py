@@ -418,6 +418,22 @@ def test_torchtitans_toml_of_earlier_versions() -> None:
     assert cut.num_microbatches == 16
 
 
+@pytest.mark.parametrize(
+    ("given", "batch"),
+    [({}, 32), ({"global_batch": 32, "sequence": 8192}, 32), ({"global_batch": 64}, "is 2 passes")],
+)
+def test_torchtitans_batch_is_one_local_batch_of_each_replica(given, batch: int | str) -> None:
+    """Its default, and not that of a question; so is the sequence of the text."""
+    question = {"gpu": "h100", "num_gpus": 16, "model": "llama3-8b", "current_file": TOML}
+    request = TuneRequest(**question, framework="torchtitan", **given)
+    if isinstance(batch, str):
+        with pytest.raises(InputError, match=f"current_file: training.global_batch_size.*{batch}"):
+            request.complete()
+        return
+    complete = request.complete()
+    assert (complete.global_batch, complete.sequence) == (batch, 8192)
+
+
 def test_torchtitans_python_is_read_and_never_run() -> None:
     found = titan(PYTHON, num_gpus=8)
     assert (found.training.dp, found.training.zero) == (4, 0)

@@ -348,7 +348,8 @@ def read_torchtitan(
     shape, hardware, num_gpus
         What is trained, and on how many accelerators.
     global_batch, sequence
-        For texts without them: sequences per step, and tokens per sequence.
+        For texts without them: sequences per step, by default one local batch of each replica; and
+        tokens per sequence.
 
     Returns
     -------
