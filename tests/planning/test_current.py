@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.scoreboard import published, read_run
 from optpipe.errors import InputError
 from optpipe.planning import Configuration, find_gpu, find_model
+from optpipe.planning.frameworks import megatron_reader
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_yaml
 from optpipe.planning.frameworks.megatron_reader import (
     check_even_cut,
@@ -271,6 +272,34 @@ def test_heads_with_keys_of_their_own(options: str, wrong: str | None) -> None:
     assert name is None
     assert config is not None
     assert config["tie_word_embeddings"] is True
+
+
+GPT3 = (
+    "--num-layers 96 --hidden-size 12288 --ffn-hidden-size 49152 --num-attention-heads 96 "
+    "--seq-length 2048 --micro-batch-size 1 --global-batch-size 1536 --bf16 "
+)
+
+
+def test_a_script_with_the_sizes_of_two_models_is_told_what_to_type(monkeypatch) -> None:
+    """Without what the script already has; models with the same estimate are one."""
+    with pytest.raises(InputError) as caught:
+        find_model_of(GPT3)
+    assert str(caught.value).endswith(
+        "are those of gpt3-175b, vtrain-175b; give model, such as --model gpt3-175b, or add to the "
+        "text what differs: --vocab-size"
+    )
+    assert find_model_of(GPT3 + "--vocab-size 50257") == ("gpt3-175b", None)
+    same = replace(find_model("gpt3-175b"), name="mine", source="mine")
+    monkeypatch.setattr(
+        megatron_reader, "MODELS", {"gpt3-175b": find_model("gpt3-175b"), "mine": same}
+    )
+    assert find_model_of(GPT3) == ("gpt3-175b", None)
+
+
+def test_the_last_batch_of_a_ramp_is_estimated_and_the_ramp_is_noted() -> None:
+    found = megatron(GPT3 + "--rampup-batch-size 16 16 5859375", "gpt3-175b", 96)
+    assert found.global_batch == 1536
+    assert found.not_modelled == ("rampup_batch_size (time)",)
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,6 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
         ("cpu_offloading_weights", "weights stay on the device"),
         ("heterogeneous_layers_config_path", "layers are the model's"),
         ("standalone_embedding_stage", "no rank has the embedding alone"),
-        ("rampup_batch_size", "all steps have one size"),
         ("hybrid_context_parallel", "all sequences have one length"),
     ):
         yield (
@@ -589,12 +588,8 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
         and (shape.latent is not None) == said.flag("multi_latent_attention")
         and (_is_special(shape) or not said.is_arguments or shape.tied != said.flag(_UNTIED))
     ]
-    if len(names) > 1:
-        raise InputError(
-            f"the sizes in the text are those of {', '.join(names)}; give model, or more sizes "
-            "(ffn_hidden_size, num_attention_heads, num_query_groups, vocab_size)"
-        )
     if names:
+        _check_same(said, names)
         return names[0], None
     if said.has("num_moe_experts") or said.flag("multi_latent_attention") or not is_gated:
         raise InputError(
@@ -612,6 +607,24 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
         "vocab_size": said.degree("vocab_size", None),
         "tie_word_embeddings": not said.flag(_UNTIED),
     }
+
+
+def _check_same(said: FrameworkSettings, names: list[str]) -> None:
+    """Refuse models of the catalogue of which estimates differ, and name what tells them apart."""
+    shapes = [replace(MODELS[name], name="", source="", left_out=()) for name in names]
+    if all(shape == shapes[0] for shape in shapes):
+        return
+    sizes = [dict(_sizes_of(shape)) | {"vocab_size": shape.vocab} for shape in shapes]
+    missing = [
+        f"--{size.replace('_', '-')}"
+        for size in sizes[0]
+        if size not in said.words_of and len({one.get(size) for one in sizes}) > 1
+    ]
+    more = f", or add to the text what differs: {', '.join(missing)}" if missing else ""
+    raise InputError(
+        f"the sizes in the text are those of {', '.join(names)}; give model, such as --model "
+        f"{names[0]}{more}"
+    )
 
 
 def _sizes_of(shape: ModelShape) -> list[tuple[str, int]]:

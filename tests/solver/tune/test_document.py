@@ -325,7 +325,7 @@ def test_a_script_of_a_model_that_the_catalogue_does_not_have_makes_a_config() -
     [
         (
             "--num-layers 32 --hidden-size 4096",
-            "gpt3-6.7b, mpt-7b, po-5.8b; give model, or more sizes",
+            "gpt3-6.7b, mpt-7b, po-5.8b; give model, such as --model gpt3-6.7b",
         ),
         ("--tensor-model-parallel-size 2", "does not say which model it trains"),
         ("--num-layers 9 --hidden-size 64 --num-experts 8", "of no model of the catalogue"),
