@@ -55,6 +55,7 @@ from optpipe.planning import (
     find_model,
     find_model_of,
     read_megatron,
+    read_torchtitan,
     shape_from_config,
     shape_of_trace,
 )
@@ -1338,10 +1339,13 @@ class TuneRequest(ModelOnGpus):
         """Return the request with what its script says and the caller did not give.
 
         From a text for Megatron these are model, batch, sequence, precision, optimizer and the
-        switches. Raises `InputError` if the text does not say which model it trains.
+        switches, from one for torchtitan batch and sequence. Raises `InputError` if the text does
+        not say which model it trains.
         """
         text = self.current_file
         is_titan = "torchtitan" in (self.current_format, self.framework)
+        if text is not None and is_titan and (self.model or self.config):
+            return self._complete_from_torchtitan(text)
         if text is None or is_titan or "parallelism." in text:
             return self
         request, num_gpus = self, self.total_gpus
@@ -1382,6 +1386,28 @@ class TuneRequest(ModelOnGpus):
             if name not in given and value != getattr(self, name)
         }
         return request.model_copy(update=update)
+
+    def _complete_from_torchtitan(self, text: str) -> Self:
+        """Return the request with batch and sequence of a torchtitan config."""
+        given = self.model_fields_set
+        try:
+            today = read_torchtitan(
+                text,
+                self.shape,
+                self.gpus[0].hardware,
+                self.total_gpus,
+                global_batch=self.global_batch if "global_batch" in given else None,
+                sequence=self.packed_settings["sequence"],
+            )
+        except InputError as error:
+            raise FieldError(FieldRef("current_file"), f": {error}") from None
+        said = {"global_batch": today.global_batch, "sequence": today.training.sequence}
+        update = {
+            name: value
+            for name, value in said.items()
+            if name not in given and value != getattr(self, name)
+        }
+        return self.model_copy(update=update)
 
     @property
     def traced_degrees(self) -> tuple[int, ...]:

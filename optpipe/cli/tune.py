@@ -441,4 +441,4 @@ def _paste(best: TuneRow, framework: str, path: Path) -> str:
     csv = path.with_suffix(".csv")
     if needs_csv(best):
         cli.write_output(csv, paste(best, "csv"), "schedule")
-    return paste(best, "python", csv=str(csv.absolute()))
+    return paste(best, "python", csv=csv.name)

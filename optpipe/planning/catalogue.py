@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import InputError
 from optpipe.formats.json import parse_json
 from optpipe.model import MAX_LAYERS
-from optpipe.planning.shape import Experts, LatentAttention, ModelShape, pick
+from optpipe.planning.shape import Experts, LatentAttention, ModelSettings, ModelShape, pick
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +36,7 @@ def _load_models() -> tuple[dict[str, ModelShape], dict[str, str]]:
             for name, kind in (("experts", Experts), ("latent", LatentAttention)):
                 if name in fields:
                     fields[name] = kind(**fields[name])
+            fields["settings"] = ModelSettings(values=fields.pop("settings", {}))
             if "left_out" in fields:
                 fields["left_out"] = tuple(fields["left_out"])
             shapes[fields["name"]] = ModelShape(**fields)
@@ -275,7 +276,29 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
     fields = reader(config)
     config.check_rest()
     fields["left_out"] = (*fields.get("left_out", ()), *left_out)
-    return ModelShape(name=name, source=f"config.json, model_type {kind}", **fields)
+    source = f"config.json, model_type {kind}"
+    return ModelShape(name=name, source=source, settings=_settings(data), **fields)
+
+
+_SETTINGS = {
+    "rms_norm_eps": "layernorm_epsilon",
+    "layer_norm_epsilon": "layernorm_epsilon",
+    "rope_theta": "rotary_base",
+    "partial_rotary_factor": "rotary_percent",
+}
+"""Field of a config -> Megatron-Core's name."""
+
+
+def _settings(data: Mapping[str, Any]) -> ModelSettings:
+    """Return the settings that pasted files repeat; transformers 5 nests those of RoPE."""
+    nested = data.get("rope_parameters")
+    data = {**(nested if isinstance(nested, dict) else {}), **data}
+    values = {}
+    for name, field in _SETTINGS.items():
+        value = data.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            values[field] = int(value) if value == int(value) else value
+    return ModelSettings(values=values)
 
 
 def _common(config: _Config) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def read_settings(text: str, aliases: Mapping[str, str]) -> FrameworkSettings:
     InputError
         If the text has neither arguments nor values, or a quote is open.
     """
-    is_arguments = re.search(r"(?:^|[\s\"'(=])--[a-z]", text) is not None
+    code = re.sub(r"(?:^|\s)#.*", "", text, flags=re.MULTILINE)
+    is_arguments = re.search(r"(?:^|[\s\"'(=])--[a-z]", code) is not None
     found, twice = (_Arguments(text).words_of, {}) if is_arguments else _values(text)
     if not found:
         raise InputError(
@@ -145,6 +146,8 @@ def read_settings(text: str, aliases: Mapping[str, str]) -> FrameworkSettings:
 # --- Arguments.
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
+_OPTION = re.compile(r"--([A-Za-z_$][^\s=;&|<>()]*)(=?)(.*)", re.DOTALL)
+_ENDS = ("|", "||", "|&", "&", "&&", ";")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 
 
@@ -159,8 +162,7 @@ class _Arguments:
 
     def __post_init__(self) -> None:
         # An array's brackets hold arguments like any others.
-        text = re.sub(r"\b\w+\+?=\(", " ", self.text.replace("\\\n", " "))
-        self._take(_split(re.sub(r"^\s*\)\s*$", " ", text, flags=re.MULTILINE)))
+        self._take(_split(re.sub(r"\b\w+\+?=\(", " ", self.text.replace("\\\n", " "))))
 
     def _take(self, tokens: list[str]) -> None:
         for token in tokens:
@@ -175,14 +177,31 @@ class _Arguments:
             self._argument(self._expanded(token))
 
     def _argument(self, token: str) -> None:
-        if token.startswith("--"):
-            name, _, value = token[2:].partition("=")
-            self._open = self.words_of[name.rstrip(":").replace("-", "_")] = []
-            if value:
-                self._open.append(value)
-        elif self._open is not None:
-            word = token if token.count("(") == token.count(")") else token.rstrip(")")
-            self._open += [word] if word else []
+        option = _OPTION.fullmatch(token.strip())
+        if option is None:
+            self._append(token)
+            return
+        name, equals, value = option.groups()
+        if not equals and re.search(r"\s", value):
+            # "--flag value" as one word: bash splits it where a script expands it unquoted.
+            self._take(_split(token))
+            return
+        self._open = self.words_of[name.rstrip(":").replace("-", "_")] = []
+        if equals and value:
+            self._append(value)
+        elif value:
+            self._open = None
+
+    def _append(self, token: str) -> None:
+        """Add a value to the open option; the end of an array or of a command ends it."""
+        if token in _ENDS:
+            self._open = None
+        is_closed = token.count("(") != token.count(")")
+        word = token.rstrip(")") if is_closed else token
+        if self._open is not None and word:
+            self._open.append(word)
+        if is_closed:
+            self._open = None
 
     def _expanded(self, token: str) -> str:
         def value(found: re.Match[str]) -> str:

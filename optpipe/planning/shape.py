@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
@@ -28,6 +29,7 @@ __all__ = [
     "LatentAttention",
     "LayerForm",
     "Lora",
+    "ModelSettings",
     "ModelShape",
     "Optimizer",
     "OptimizerName",
@@ -118,6 +120,24 @@ class LayerForm(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Settings of a model that change no estimate, which pasted files repeat.
+
+    Parameters
+    ----------
+    values
+        By Megatron-Core's names, from a ``config.json`` or from today's script. None: the script
+        leaves it at the framework's default.
+    notes
+        Sentences about today's script: options that no pasted file has, and those in which it
+        differs from the model.
+    """
+
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer.
 
@@ -158,6 +178,8 @@ class ModelShape:
     trace
         The costs of its layers, traced from the model's own code; None = formulas have them.
         Sizes of heads and MLPs are then 1, and no formula reads them.
+    settings
+        What pasted files repeat beyond the sizes.
     """
 
     name: str
@@ -184,6 +206,7 @@ class ModelShape:
     source: str = ""
     left_out: tuple[str, ...] = ()
     trace: TracedModel | None = None
+    settings: ModelSettings = dataclasses.field(default_factory=ModelSettings, compare=False)
 
     def __post_init__(self) -> None:
         _check_positive(self, may_be_zero=("positions", "window", "mtp"))

@@ -16,6 +16,7 @@ from unittest import mock
 
 OF_THE_MODEL = (
     "seq_length", "vocab_size", "position_embedding_type", "share_embeddings_and_output_weights",
+    "rotary_base", "rotary_percent",
 )  # fmt: skip
 
 SIZES = (
@@ -43,7 +44,8 @@ def megatron(text: str) -> dict[str, Any]:
     read = yaml.safe_load(text)
     model = {name: _resolved(value) for name, value in read["model"].items()}
     for name in OF_THE_MODEL:
-        model.pop(name)
+        if not (model.get("multi_latent_attention") and name.startswith("rotary")):
+            model.pop(name, None)
     later = model.pop("activation_offload_fraction", None)
     kind = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
     config = kind(**model)

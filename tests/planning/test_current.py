@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.scoreboard import published, read_run
 from optpipe.errors import InputError
 from optpipe.planning import Configuration, find_gpu, find_model
+from optpipe.planning.frameworks import megatron_reader
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_yaml
 from optpipe.planning.frameworks.megatron_reader import (
     check_even_cut,
@@ -50,6 +51,41 @@ torchrun $DISTRIBUTED pretrain_gpt.py "${MODEL_ARGS[@]}" \\
     --micro-batch-size=1 --global-batch-size 64 --bf16 --sequence-parallel \\
     --use-distributed-optimizer --overlap-grad-reduce --lr 1e-4 --data-path "my data"
 """
+RECIPE = """
+#!/bin/bash
+GPUS_PER_NODE=8
+DTYPE=${DTYPE:-"fp8"}
+WORLD_SIZE=$(($GPUS_PER_NODE*1))
+echo "----- Llama 3 8B -----"
+DISTRIBUTED_ARGS=(
+    "--nproc_per_node $GPUS_PER_NODE"
+    "--nnodes 1"
+)
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --seq-length 8192
+    --swiglu
+    --untie-embeddings-and-output-weights
+    --moe-permute-fusion
+)
+TRAINING_ARGS=(--micro-batch-size 1 --global-batch-size 128 --bf16)
+DTYPE_ARGS=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    DTYPE_ARGS+=(
+        "--fp8-format hybrid"
+        "--fp8-amax-history-len 1024"
+        "--fp8-param-gather"
+    )
+fi
+TRAINING_ARGS+=("--vocab-size 128256" "--frobnicate hard" --sequence-parallel)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} \\
+    ${TRAINING_ARGS[@]} ${DTYPE_ARGS[@]} --manual-gc; echo done
+"""
+"""Written as NVIDIA's recipes are: arrays whose words hold a flag and its value."""
 VALUES = """
 dataset:
   num_layers: 7
@@ -151,6 +187,37 @@ def test_a_shell_script_of_megatron_lm() -> None:
     assert found.global_batch == 64
 
 
+def test_a_word_of_an_array_that_holds_a_flag_and_its_value_is_split_as_bash_splits_it() -> None:
+    """Nothing is lost: an option is read, or a note names it."""
+    assert find_model_of(RECIPE) == ("llama3-8b", None)
+    assert TuneRequest(gpu="h100", current_file=RECIPE).total_gpus == 8
+    found = megatron(RECIPE, num_gpus=8)
+    assert found.training.precision == "fp8"
+    assert (found.training.sequence, found.global_batch) == (8192, 128)
+    assert found.not_modelled == (
+        "fp8_param_gather (time and memory)",
+        "frobnicate (not known here)",
+        "manual_gc (time)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ("A=(--manual-gc)", "manual_gc (time)"),
+        ("A=(--lr 1 --frobnicate)", "frobnicate (not known here)"),
+        ("--frobnicate; wait", "frobnicate (not known here)"),
+        ("--a.b 3", "a.b (not known here)"),
+        ("--$NAME-of 3", "$NAME_of (not known here)"),
+        ("'--frobnicate=a b'", "frobnicate (not known here)"),
+        ("A='--manual-gc --lr 3'; $A", "manual_gc (time)"),
+        ("A=(--moe-permute-fusion)\ntorchrun x.py | tee log", ""),
+    ],
+)
+def test_an_option_that_is_not_understood_is_named(options: str, listed: str) -> None:
+    assert megatron(f"{BASE} {options}").not_modelled == ((listed,) if listed else ())
+
+
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [
@@ -205,6 +272,34 @@ def test_heads_with_keys_of_their_own(options: str, wrong: str | None) -> None:
     assert name is None
     assert config is not None
     assert config["tie_word_embeddings"] is True
+
+
+GPT3 = (
+    "--num-layers 96 --hidden-size 12288 --ffn-hidden-size 49152 --num-attention-heads 96 "
+    "--seq-length 2048 --micro-batch-size 1 --global-batch-size 1536 --bf16 "
+)
+
+
+def test_a_script_with_the_sizes_of_two_models_is_told_what_to_type(monkeypatch) -> None:
+    """Without what the script already has; models with the same estimate are one."""
+    with pytest.raises(InputError) as caught:
+        find_model_of(GPT3)
+    assert str(caught.value).endswith(
+        "are those of gpt3-175b, vtrain-175b; give model, such as --model gpt3-175b, or add to the "
+        "text what differs: --vocab-size"
+    )
+    assert find_model_of(GPT3 + "--vocab-size 50257") == ("gpt3-175b", None)
+    same = replace(find_model("gpt3-175b"), name="mine", source="mine")
+    monkeypatch.setattr(
+        megatron_reader, "MODELS", {"gpt3-175b": find_model("gpt3-175b"), "mine": same}
+    )
+    assert find_model_of(GPT3) == ("gpt3-175b", None)
+
+
+def test_the_last_batch_of_a_ramp_is_estimated_and_the_ramp_is_noted() -> None:
+    found = megatron(GPT3 + "--rampup-batch-size 16 16 5859375", "gpt3-175b", 96)
+    assert found.global_batch == 1536
+    assert found.not_modelled == ("rampup_batch_size (time)",)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +447,22 @@ def test_torchtitans_toml_of_earlier_versions() -> None:
     assert cut.num_microbatches == 16
 
 
+@pytest.mark.parametrize(
+    ("given", "batch"),
+    [({}, 32), ({"global_batch": 32, "sequence": 8192}, 32), ({"global_batch": 64}, "is 2 passes")],
+)
+def test_torchtitans_batch_is_one_local_batch_of_each_replica(given, batch: int | str) -> None:
+    """Its default, and not that of a question; so is the sequence of the text."""
+    question = {"gpu": "h100", "num_gpus": 16, "model": "llama3-8b", "current_file": TOML}
+    request = TuneRequest(**question, framework="torchtitan", **given)
+    if isinstance(batch, str):
+        with pytest.raises(InputError, match=f"current_file: training.global_batch_size.*{batch}"):
+            request.complete()
+        return
+    complete = request.complete()
+    assert (complete.global_batch, complete.sequence) == (batch, 8192)
+
+
 def test_torchtitans_python_is_read_and_never_run() -> None:
     found = titan(PYTHON, num_gpus=8)
     assert (found.training.dp, found.training.zero) == (4, 0)
@@ -494,7 +605,7 @@ def test_the_dispatcher_that_megatron_lm_has_by_default_is_not_estimated() -> No
          "'GPipe'", "pipeline_parallel_schedule = GPipe: the step of 1F1B"),
         (TITAN + "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage ="
          " 3", "12 stages on pp = 2 with 1F1B: 1F1B has one for each rank"),
-        (TITAN + "[parallelism]\npipeline_parallel_schedule_csv = 'a.csv'", "_csv: is not read;"),
+        (TITAN + "[parallelism]\npipeline_parallel_split_points = ['layers.2']", "is not read;"),
         (TITAN.replace("[act", "dtype = 'bfloat16'\n[act"), "training.dtype = bfloat16: gradients"),
         (TITAN + "[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = "
          "[['tok_embeddings', 'layers.1'], ['norm', 'lm_head']]", "sizes .2, 1.: must be 2"),
@@ -577,7 +688,7 @@ def test_a_csv_says_the_order_and_the_name_where_stages_stand() -> None:
     line = run("llama3-8b", zero=3, pp=4, schedule="zb-h2", num_microbatches=3)
     text = torchtitan_config(line, csv="my schedule.csv")
     assert "pipeline_parallel_schedule='PipelineScheduleMulti'" in text
-    assert "pipeline_parallel_schedule_csv='my schedule.csv'" in text
+    assert "pipeline_parallel_schedule_csv=str(Path(__file__).parent / 'my schedule.csv')" in text
     v = run("llama3-8b", zero=3, pp=4, chunks=2, placement="v")
     text = torchtitan_config(v, csv="v.csv", schedule="DualPipeV")
     assert "pipeline_parallel_schedule='DualPipeV'" in text

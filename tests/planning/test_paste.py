@@ -8,6 +8,7 @@ import random
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,15 @@ from hypothesis import strategies as st
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text
-from optpipe.planning import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
+from optpipe.planning import (
+    MODELS,
+    PipelineCut,
+    Training,
+    find_gpu,
+    find_model,
+    shape_from_config,
+    total_parameters,
+)
 from optpipe.planning.configuration import Configuration, host_notes, train_command
 from optpipe.planning.frameworks.megatron import (
     OPTIONS,
@@ -290,7 +299,8 @@ def test_torchtitan_loads_our_config_and_places_its_stages_so(answers, name):
         layers = [f"layers.{index}" for index in range(configuration.shape.num_layers)]
         every = ["tok_embeddings", *layers, "norm", "lm_head"]
         assert [name for part in found["modules"] for name in part] == every
-    assert found["csv"] == ("a.csv" if "CSV" in name else "")
+    assert Path(found["csv"]).name == ("a.csv" if "CSV" in name else "")
+    assert Path(found["csv"]).is_absolute() == ("CSV" in name)
     wanted = "FullAC.Config" if configuration.training.recompute else "NoneType"
     assert found["recompute"] == wanted
     if found["parameters"] is not None:
@@ -372,6 +382,99 @@ def test_the_command_for_our_runtime_has_the_degrees_which_no_pasted_file_has():
         replace(one, training=replace(one.training, recompute=frozenset())), "any"
     )
     assert " recompute=none " in plain
+
+
+# --- Settings of the model that change no estimate.
+
+WHOLE = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu "
+    "--group-query-attention --num-query-groups 8 --untie-embeddings-and-output-weights "
+    "--micro-batch-size 1 --global-batch-size 8 --seq-length 8192 --bf16 "
+)
+
+
+def pasted(text: str, form: Callable[[Configuration], str] = megatron_script, **switches) -> str:
+    """What is pasted for today's configuration, as a script has it."""
+    today = read_megatron(text, find_model("llama3-8b"), find_gpu("h100"), 8)
+    return form(replace(today, training=replace(today.training, **switches)))
+
+
+@pytest.mark.parametrize(
+    ("options", "written", "absent"),
+    [
+        ("--rotary-base 1000000 --norm-epsilon 1e-6", ["rotary-base 1000000", "norm-epsilon 1e-06"],
+         []),
+        ("--normalization LayerNorm", ["normalization LayerNorm"], ["RMSNorm", "rotary-base"]),
+        ("--apply-layernorm-1p", ["apply-layernorm-1p"], ["normalization", "attention-dropout"]),
+        ("--attention-dropout 0.2", ["attention-dropout 0.2"], ["hidden-dropout"]),
+        ("--use-rotary-position-embeddings", ["position-embedding-type rope"], []),
+        ("--disable-bias-linear --qk-layernorm", ["disable-bias-linear", "qk-layernorm"], []),
+        ("--max-position-embeddings 131072", ["max-position-embeddings 131072"],
+         ["disable-bias-linear"]),
+        ("--rotary-base $BASE", [], ["rotary-base"]),
+    ],
+)  # fmt: skip
+def test_a_pasted_file_has_the_settings_of_todays_script_and_no_others(
+    options: str, written: list[str], absent: list[str]
+) -> None:
+    """Megatron-LM's default applies today where a script that describes the model is silent."""
+    text = pasted(WHOLE + options)
+    notes, _, arguments = text.partition("OPTPIPE_ARGS=(")
+    lines = [line.strip() for line in arguments.splitlines()]
+    assert {f"--{one}" for one in written} <= set(lines)
+    assert not [line for line in lines if any(one in line for one in absent)]
+    left = [one for one in ("rotary-base", "norm-epsilon", "hidden-dropout") if one not in options]
+    listed = notes.partition("Not written, as your script does not have them: ")[2]
+    assert all(f"--{one}" in listed for one in left)
+
+
+def test_a_pasted_file_says_what_it_writes_unlike_the_model_and_what_it_leaves_out() -> None:
+    options = "--normalization LayerNorm --lr 1e-4 --manual-gc --attention-backend fused"
+    text = pasted(WHOLE + options)
+    assert "# As in your script, and unlike llama3-8b: --normalization LayerNorm.\n" in text
+    listed = "--lr, --manual-gc, --attention-backend"
+    assert f"# Not written, though your script has them: {listed}.\n" in text
+
+
+@pytest.mark.parametrize("form", [megatron_script, megatron_yaml])
+def test_a_part_of_a_script_leaves_the_rest_to_the_model(form) -> None:
+    """Its model is described elsewhere; what no source has is listed."""
+    part = "--micro-batch-size 1 --global-batch-size 8 --seq-length 8192 --rotary-base 70000"
+    text = pasted(part, form=form)
+    is_yaml = form is megatron_yaml
+    assert ("normalization: RMSNorm" if is_yaml else "--normalization RMSNorm") in text
+    assert ("rotary_base: 70000" if is_yaml else "--rotary-base 70000") in text
+    names = ["use_rope_scaling", "layernorm_epsilon", "init_method_std"]
+    if not is_yaml:
+        names = ["--use-rope-scaling", "--norm-epsilon", "--init-method-std"]
+    assert f"# Not written, set them yourself: {', '.join(names)}.\n" in text
+
+
+def test_a_pasted_file_has_rope_and_epsilon_of_a_config() -> None:
+    """Also under transformers 5's names; the YAML's number is read as a number."""
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 512, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    for rope in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 500000}}):
+        shape = shape_from_config(json.dumps({**config, **rope}))
+        one = replace(run("llama3-8b"), shape=shape)
+        words = megatron_arguments(one)
+        assert words[words.index("--rotary-base") + 1] == "500000"
+        assert words[words.index("--norm-epsilon") + 1] == "1e-05"
+        assert "  layernorm_epsilon: 1.0e-05\n" in megatron_yaml(one)
+        assert "--rotary-base" not in megatron_script(one).partition("OPTPIPE_ARGS")[0]
+
+
+def test_a_pasted_file_keeps_the_recipe_of_fp8() -> None:
+    """Megatron-Core's default is delayed scaling, which it refuses with some recomputation."""
+    text = WHOLE + "--fp8-format hybrid --fp8-amax-history-len 1024"
+    assert "--fp8-recipe delayed" in pasted(text)
+    assert "--fp8-recipe blockwise" in pasted(text + " --fp8-recipe blockwise")
+    assert "--fp8-recipe mxfp8" in pasted(text, precision="mxfp8")
+    other = pasted(text, recompute=frozenset({"layernorm"}))
+    assert "--fp8-recipe tensorwise" in other
+    assert "# Unlike your script, which has delayed: --fp8-recipe.\n" in other
 
 
 # --- Written and read back.
@@ -490,6 +593,36 @@ def for_torchtitan(draw):
         training = replace(training, compiled=draw(st.booleans()))
     gpu = find_gpu("h100")
     return Configuration(shape=shape, hardware=gpu, training=training, pipeline=cut, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "schedule", "csv", "note"),
+    [
+        (run("llama3-8b", dp=2, zero=3, pp=4, schedule="zb-h1"), None, "a b.csv",
+         "schedule_csv (its order is not read: the step of today is that of 1F1B)"),
+        (run("llama3-8b", zero=3, pp=4, chunks=2, num_microbatches=6,
+             sizes=(4, 4, 4, 5, 4, 4, 4, 5)),
+         None, "a.csv", "schedule_csv (its order is not read: the step of today is that of Interl"),
+        (run("llama3-8b", zero=3, pp=2, chunks=2, placement="v"), "ZBVZeroBubble", None,
+         "ZBVZeroBubble (its order is not read: the step of today is that of Interleaved1F1B)"),
+        (run("llama3-8b", zero=3, pp=2, chunks=2, placement="v"), "DualPipeV", "v.csv",
+         "pipeline_parallel_schedule_csv (its order is not read"),
+    ],
+)  # fmt: skip
+def test_a_pasted_order_of_torchtitan_is_read_with_its_stages_and_a_note(
+    configuration, schedule, csv, note: str
+) -> None:
+    """The CSV lies next to the config, and a note says that its order is not read."""
+    text = torchtitan_config(configuration, schedule=schedule, csv=csv)
+    path = f"pipeline_parallel_schedule_csv=str(Path(__file__).parent / {csv!r})"
+    assert (path in text) == (csv is not None)
+    found = read_torchtitan(
+        text, configuration.shape, configuration.hardware, configuration.num_gpus
+    )
+    assert note in found.not_modelled[0]
+    assert found.training == replace(configuration.training, kernels="torch")
+    assert found.stages == configuration.stages
+    assert found.pipeline.num_microbatches == configuration.pipeline.num_microbatches
 
 
 @few(40)

@@ -243,7 +243,7 @@ async def row_paste(
     """Return Megatron-LM's arguments, Megatron-Core's YAML, a torchtitan config, or its schedule.
 
     406 if the framework cannot run the configuration. If torchtitan has no name for the order, its
-    config names `schedule.csv`: fetch that file as `csv`, and set its path.
+    config names `schedule.csv`: fetch that file as `csv`, and put it next to the config.
     """
     text = await run_on_row(pasted_row, service.jobs, service.pool, job_id, caller, row, form)
     return Response(text, media_type="text/plain")

@@ -22,17 +22,19 @@ from optpipe.planning.frameworks.rules import check_starts, graph_scope, has_ove
 from optpipe.planning.shape import RECOMPUTABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from optpipe.planning.configuration import Configuration
     from optpipe.planning.shape import Experts, ModelShape
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "CARRIED",
     "OFFLOADED",
     "OPTIONS",
     "SHARDING",
     "MegatronOption",
+    "faithful_names",
     "megatron_arguments",
     "megatron_script",
     "megatron_yaml",
@@ -85,6 +87,14 @@ class MegatronOption(NamedTuple):
 
     def of(self, configuration: Configuration) -> Any:
         """Return the value of a configuration."""
+        settings = configuration.shape.settings.values
+        if self.field in settings:
+            value = settings[self.field]
+            return ABSENT if value is None else value
+        return self.own(configuration)
+
+    def own(self, configuration: Configuration) -> Any:
+        """Return the value that follows from sizes, degrees and switches alone."""
         if not self.value:
             return ABSENT
         if isinstance(self.value, str):
@@ -95,6 +105,26 @@ class MegatronOption(NamedTuple):
     def argument(self) -> str | None:
         """The flag in full."""
         return f"--{self.field.replace('_', '-')}" if self.flag == "" else self.flag
+
+    def words(self, value: Any) -> list[str]:
+        """Return the arguments of a value; none where it has none."""
+        flag = self.argument
+        if value is False:
+            return [self.negative] if self.negative else []
+        if value is ABSENT or value is None or flag is None or (value is True and self.negative):
+            return []
+        if value is True:
+            return [flag]
+        if self.field == "attention_backend":
+            value = ATTENTION_BACKENDS[value["_args_"][0] - 1]
+        elif self.field == "moe_layer_freq":
+            value = "+".join(f"[{kind}]*{len(list(run))}" for kind, run in groupby(value))
+        elif self.field == "window_size":
+            value = ",".join(map(str, value))
+        elif self.field.startswith("exp_avg"):
+            torch_type = value["_target_"].removeprefix("torch.")
+            value = next(kind for kind, known in TORCH_TYPES.items() if known == torch_type)
+        return [flag, *map(str, value if isinstance(value, list) else [value])]
 
 
 ABSENT = ...
@@ -131,9 +161,17 @@ def _of_experts(value: Callable[[Configuration, Experts], Any]) -> Callable[[Con
 
 def _of_precision(field: str) -> MegatronOption:
     flag = {"fp8": "--fp8-format", "fp4": "--fp4-format"}.get(field, "")
-    return MegatronOption(
-        "model", field, lambda c: PRECISIONS[c.training.precision].get(field, ABSENT), flag
-    )
+    return MegatronOption("model", field, lambda c: _precision_value(c, field), flag)
+
+
+def _precision_value(c: Configuration, field: str) -> Any:
+    """Return today's recipe of the same precision if Megatron-Core takes it, else our own."""
+    precision, recipe = c.training.precision, "fp8_recipe"
+    said = c.shape.settings.values
+    is_delayed = said.get(f"{precision}.{recipe}") == "delayed"
+    if is_delayed and not {"moe_act", "layernorm"}.isdisjoint(c.training.recompute):
+        said = {}
+    return said.get(f"{precision}.{field}", PRECISIONS[precision].get(field, ABSENT))
 
 
 def _layers_offloaded(c: Configuration) -> int:
@@ -190,6 +228,25 @@ def _if_graphs(value: Callable[[Configuration], Any]) -> Callable[[Configuration
     return lambda c: value(c) if c.training.cuda_graphs else ABSENT
 
 
+_SETTINGS = (
+    "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_scaling_factor",
+    "use_rope_scaling", "rope_scaling_factor", "mscale", "mscale_all_dim", "layernorm_epsilon",
+    "layernorm_zero_centered_gamma", "init_method_std", "make_vocab_size_divisible_by",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_dtype",
+)  # fmt: skip
+"""Settings of a model that change no estimate; written if `ModelShape.settings` has them."""
+CARRIED = (
+    *_SETTINGS, "normalization", "add_bias_linear", "position_embedding_type", "attention_dropout",
+    "hidden_dropout", "add_qkv_bias", "qk_layernorm", "moe_router_pre_softmax",
+)  # fmt: skip
+"""Settings of a model that are written as today's script has them."""
+_FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon", "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+}  # fmt: skip
+
 _O = MegatronOption
 _ATTENTION_ENUM = "megatron.core.transformer.enums.AttnBackend"
 
@@ -209,6 +266,7 @@ OPTIONS = (
        negative="--untie-embeddings-and-output-weights"),
     _O("model", "attention_dropout", _dropout),
     _O("model", "hidden_dropout", _dropout),
+    *(_O("model", field, flag=_FLAGS.get(field, "")) for field in _SETTINGS),
     _O("model", "multi_latent_attention", lambda c: _given(c.shape.latent is not None)),
     _O("model", "q_lora_rank", _of_latent("query_rank")),
     _O("model", "kv_lora_rank", _of_latent("kv_rank")),
@@ -336,8 +394,9 @@ def check_arguments_have(shape: ModelShape) -> None:
 def megatron_arguments(configuration: Configuration) -> list[str]:
     """Return Megatron-LM's command-line arguments, unquoted.
 
-    Model sizes are among them, so that they parse. The list leaves out data, tokenizer, learning
-    rates and checkpoints, and model settings that change no time (rotary base, router losses).
+    Model sizes are among them, so that they parse, and model settings that change no time (rotary
+    base, router losses) as far as `ModelShape.settings` has them. The list leaves out data,
+    tokenizer, learning rates and checkpoints.
 
     Parameters
     ----------
@@ -360,10 +419,11 @@ def megatron_arguments(configuration: Configuration) -> list[str]:
     check_starts(configuration, "megatron")
     arguments: list[str] = []
     for option in OPTIONS:
-        arguments += _argument(option, option.of(configuration))
+        arguments += option.words(option.of(configuration))
     if shape.num_kv_heads != shape.num_heads and shape.latent is None:
         arguments += ["--group-query-attention", "--num-query-groups", str(shape.num_kv_heads)]
     longest = max(shape.positions, configuration.training.sequence)
+    longest = shape.settings.values.get("max_position_embeddings") or longest
     return [*arguments, "--max-position-embeddings", str(longest)]
 
 
@@ -373,7 +433,8 @@ def megatron_script(configuration: Configuration) -> str:
     Each option has a line of its own. Raises as `megatron_arguments`.
     """
     text = "# Written by optpipe tune for pretrain_gpt.py of Megatron-LM.\n"
-    text += "".join(f"# {note}\n" for note in unwritten(configuration)) + "OPTPIPE_ARGS=("
+    notes = _notes(configuration, is_yaml=False)
+    text += "".join(f"# {note}\n" for note in notes) + "OPTPIPE_ARGS=("
     for word in megatron_arguments(configuration):
         text += ("\n    " if word.startswith("--") else " ") + shlex.quote(word)
     return f"{text}\n)\n"
@@ -394,8 +455,40 @@ def megatron_yaml(configuration: Configuration) -> str:
         As `megatron_arguments`, but for norms.
     """
     check_starts(configuration, "megatron")
-    notes = [f"# {note}\n" for note in unwritten(configuration)]
+    notes = [f"# {note}\n" for note in _notes(configuration, is_yaml=True)]
     return "".join(notes) + _yaml_of(_sections(configuration))
+
+
+_OF_MODELS = ("layernorm_epsilon", "init_method_std")
+_OF_ROPE = ("rotary_base", "use_rope_scaling")
+_OF_ROUTERS = (
+    "moe_router_score_function", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+)  # fmt: skip
+
+
+def faithful_names(shape: ModelShape) -> tuple[str, ...]:
+    """Return the settings without which no file says the whole model."""
+    names = _OF_MODELS if shape.positions else _OF_ROPE + _OF_MODELS
+    return names if shape.experts is None else names + _OF_ROUTERS
+
+
+def _notes(configuration: Configuration, *, is_yaml: bool) -> Iterator[str]:
+    """Yield sentences about what a file does not have, or has unlike today's script."""
+    yield from unwritten(configuration)
+    shape = configuration.shape
+    missing = [
+        option.field if is_yaml else option.argument or ""
+        for option in OPTIONS
+        if option.field in faithful_names(shape) and option.field not in shape.settings.values
+    ]
+    if missing:
+        yield f"Not written, set them yourself: {', '.join(missing)}."
+    yield from shape.settings.notes
+    precision = configuration.training.precision
+    for option in OPTIONS:
+        said = shape.settings.values.get(f"{precision}.{option.field}")
+        if said is not None and said != option.of(configuration):
+            yield f"Unlike your script, which has {said}: {option.argument}."
 
 
 def _yaml_of(sections: dict[str, dict[str, Any]]) -> str:
@@ -411,26 +504,6 @@ def _yaml_of(sections: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _argument(option: MegatronOption, value: Any) -> list[str]:
-    flag = option.argument
-    if value is False:
-        return [option.negative] if option.negative else []
-    if value is ABSENT or value is None or flag is None or (value is True and option.negative):
-        return []
-    if value is True:
-        return [flag]
-    if option.field == "attention_backend":
-        value = ATTENTION_BACKENDS[value["_args_"][0] - 1]
-    elif option.field == "moe_layer_freq":
-        value = "+".join(f"[{kind}]*{len(list(run))}" for kind, run in groupby(value))
-    elif option.field == "window_size":
-        value = ",".join(map(str, value))
-    elif option.field.startswith("exp_avg"):
-        torch_type = value["_target_"].removeprefix("torch.")
-        value = next(kind for kind, known in TORCH_TYPES.items() if known == torch_type)
-    return [flag, *map(str, value if isinstance(value, list) else [value])]
-
-
 def _yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
@@ -438,6 +511,8 @@ def _yaml(value: Any) -> str:
         return str(value).lower()
     if value is None:
         return "null"
+    if isinstance(value, float) and "e" in str(value) and "." not in str(value):
+        return str(value).replace("e", ".0e")  # YAML 1.1 reads 1e-05 as a text
     if isinstance(value, str) and not value.replace("_", "").replace(".", "").isalnum():
         return f"'{value}'"
     return str(value)

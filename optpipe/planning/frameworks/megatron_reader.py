@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, get_args
@@ -19,10 +20,12 @@ from optpipe.planning.catalogue import MODELS
 from optpipe.planning.configuration import Configuration
 from optpipe.planning.frameworks.megatron import (
     ATTENTION_BACKENDS,
+    CARRIED,
     OFFLOADED,
     OPTIONS,
     SHARDING,
     TORCH_TYPES,
+    faithful_names,
 )
 from optpipe.planning.frameworks.rules import (
     ARGUMENTS,
@@ -32,7 +35,14 @@ from optpipe.planning.frameworks.rules import (
     check_starts,
 )
 from optpipe.planning.settings import FrameworkSettings, read_settings
-from optpipe.planning.shape import Optimizer, OptimizerName, Routing, StateType, Training
+from optpipe.planning.shape import (
+    ModelSettings,
+    Optimizer,
+    OptimizerName,
+    Routing,
+    StateType,
+    Training,
+)
 from optpipe.planning.step import PipelineCut, even_sizes
 from optpipe.problem import StageLayers
 
@@ -40,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from optpipe.planning.accelerators import Hardware
+    from optpipe.planning.frameworks.megatron import MegatronOption
     from optpipe.planning.shape import Dispatcher, ModelShape, Precision
 
 __all__ = ["MegatronSplit", "check_even_cut", "find_model_of", "read_megatron"]
@@ -173,7 +184,8 @@ def read_megatron(
     if not (said.is_arguments or said.mentions("sequence_parallel")):
         unsaid += ("sequence parallelism of experts",)
     check_starts(found, "megatron", *_OF_THE_TEXT, *unsaid)
-    return replace(found, not_modelled=tuple(_list_not_modelled(said)))
+    shape = replace(shape, settings=_settings_said(said, found))
+    return replace(found, shape=shape, not_modelled=tuple(_list_not_modelled(said)))
 
 
 def count_launched_gpus(text: str) -> int | None:
@@ -212,7 +224,9 @@ def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
     neutral = {*_OPTIONS["neutral"], *_OPTIONS["launcher"], *(option.section for option in OPTIONS)}
     neutral |= {option.field for option in OPTIONS} - set(_OPTIONS["not_modelled"])
     for name, words in said.words_of.items():
-        if name in said.read or name in neutral or not name.isidentifier():
+        # Of values, a path such as ``attention_backend._args_`` is a part of another setting.
+        is_part = not said.is_arguments and not name.isidentifier()
+        if name in said.read or name in neutral or is_part:
             continue
         if name not in _OPTIONS["not_modelled"]:
             yield f"{name} (not known here)"
@@ -223,6 +237,97 @@ def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
         is_off = value in _OFF and not set(_OFF).isdisjoint(without_effect)
         if value not in without_effect and not is_off:
             yield f"{name} ({changes})"
+
+
+def _settings_said(said: FrameworkSettings, found: Configuration) -> ModelSettings:
+    """Return the settings of the model that pasted files repeat.
+
+    The text's take precedence over those of the model. Where a script describes the whole model, it
+    leaves the others at Megatron-LM's default.
+    """
+    shape = found.shape
+    values = dict(shape.settings.values)
+    is_whole = _is_whole(said)
+    absent, other = [], []
+    for option in OPTIONS:
+        if option.field not in CARRIED:
+            continue
+        own, value = option.of(found), _value_said(said, option)
+        if value is not None:
+            is_known = bool(option.value) or option.field in values
+            values[option.field] = value
+            if is_known and own != value:
+                other.append(" ".join(option.words(value)) or f"no {' '.join(option.words(own))}")
+        elif is_whole:
+            values[option.field] = None
+            if option.words(own) or option.field in faithful_names(shape):
+                absent.append((option.words(own) or [str(option.argument)])[0])
+    longest = _read_value(said.words_of.get("max_position_embeddings", ["null"]))
+    if said.is_arguments and isinstance(longest, int):
+        values["max_position_embeddings"] = longest
+    values |= _recipe_said(said, found.training.precision)
+    lists = {
+        f"As in your script, and unlike {shape.name}": other,
+        "Not written, as your script does not have them": absent,
+        "Not written, though your script has them": _list_unwritten(said, values),
+    }
+    notes = tuple(f"{text}: {', '.join(names)}." for text, names in lists.items() if names)
+    return ModelSettings(values=values, notes=notes)
+
+
+def _is_whole(said: FrameworkSettings) -> bool:
+    """Whether a script describes the whole model, so that the rest is at Megatron-LM's default."""
+    has_sizes = said.has("num_layers") and said.has("hidden_size")
+    return said.is_arguments and has_sizes and not said.flag(_OF_CHECKPOINT)
+
+
+def _value_said(said: FrameworkSettings, option: MegatronOption) -> Any:
+    """Return the value of an option in a text; None where it has none that can be written."""
+    negative = option.negative.removeprefix("--").replace("-", "_")
+    if said.is_arguments and negative and negative in said.words_of:
+        return False
+    is_rotary = "use_rotary_position_embeddings" in said.words_of
+    if option.field == "position_embedding_type" and option.field not in said.words_of:
+        return "rope" if is_rotary else None
+    return _read_value(said.words_of.get(option.field, ["null"]))
+
+
+def _read_value(words: list[str]) -> Any:
+    """Return the value of words: numbers and switches as such; None for null or a variable."""
+    if not words or words == ["true"]:
+        return True
+    if len(words) > 1:
+        return None if "$" in "".join(words) else [_read_value([word]) for word in words]
+    word = words[0]
+    if word.lower() in ("", "null", "~") or "$" in word:
+        return None
+    if word.lower() in _OFF[3:]:
+        return False
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return word
+
+
+def _recipe_said(said: FrameworkSettings, precision: str) -> dict[str, Any]:
+    """Return the options of a narrow precision, by the precision with which they are written."""
+    found = {name: said.word(name, "") for name in ("fp8", "fp8_recipe", "fp4", "fp4_recipe")}
+    if said.is_arguments and found["fp8"]:
+        found["fp8_recipe"] = found["fp8_recipe"] or "delayed"
+    return {f"{precision}.{name}": word for name, word in found.items() if word}
+
+
+def _list_unwritten(said: FrameworkSettings, values: dict[str, Any]) -> list[str]:
+    """Return the flags of a script that are not in a pasted file."""
+    if not said.is_arguments:
+        return []
+    written = {option.field for option in OPTIONS} - {"attention_backend"}
+    written -= {name for name in CARRIED if values.get(name) is None}
+    written |= {option.negative.removeprefix("--").replace("-", "_") for option in OPTIONS}
+    written |= {"max_position_embeddings", *_OPTIONS["launcher"], *_OPTIONS["replaced"]}
+    names = [name for name in said.words_of if name and name not in written]
+    flags = {option.field: option.argument for option in OPTIONS}
+    return [flags.get(name) or f"--{name.replace('_', '-')}" for name in names]
 
 
 def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
@@ -246,7 +351,6 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
         ("cpu_offloading_weights", "weights stay on the device"),
         ("heterogeneous_layers_config_path", "layers are the model's"),
         ("standalone_embedding_stage", "no rank has the embedding alone"),
-        ("rampup_batch_size", "all steps have one size"),
         ("hybrid_context_parallel", "all sequences have one length"),
     ):
         yield (
@@ -484,12 +588,8 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
         and (shape.latent is not None) == said.flag("multi_latent_attention")
         and (_is_special(shape) or not said.is_arguments or shape.tied != said.flag(_UNTIED))
     ]
-    if len(names) > 1:
-        raise InputError(
-            f"the sizes in the text are those of {', '.join(names)}; give model, or more sizes "
-            "(ffn_hidden_size, num_attention_heads, num_query_groups, vocab_size)"
-        )
     if names:
+        _check_same(said, names)
         return names[0], None
     if said.has("num_moe_experts") or said.flag("multi_latent_attention") or not is_gated:
         raise InputError(
@@ -507,6 +607,24 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
         "vocab_size": said.degree("vocab_size", None),
         "tie_word_embeddings": not said.flag(_UNTIED),
     }
+
+
+def _check_same(said: FrameworkSettings, names: list[str]) -> None:
+    """Refuse models of the catalogue of which estimates differ, and name what tells them apart."""
+    shapes = [replace(MODELS[name], name="", source="", left_out=()) for name in names]
+    if all(shape == shapes[0] for shape in shapes):
+        return
+    sizes = [dict(_sizes_of(shape)) | {"vocab_size": shape.vocab} for shape in shapes]
+    missing = [
+        f"--{size.replace('_', '-')}"
+        for size in sizes[0]
+        if size not in said.words_of and len({one.get(size) for one in sizes}) > 1
+    ]
+    more = f", or add to the text what differs: {', '.join(missing)}" if missing else ""
+    raise InputError(
+        f"the sizes in the text are those of {', '.join(names)}; give model, such as --model "
+        f"{names[0]}{more}"
+    )
 
 
 def _sizes_of(shape: ModelShape) -> list[tuple[str, int]]:
@@ -592,8 +710,7 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape, text: str) -> ModelS
                 f"{name} = {value}: {shape.name!r} has {own}; correct it, or name the model that "
                 "the text trains"
             )
-    has_sizes = said.has("num_layers") and said.has("hidden_size")
-    if said.is_arguments and has_sizes and not said.flag(_OF_CHECKPOINT):
+    if _is_whole(said):
         has_branches = re.search(r"\b(else|elif|esac)\b", text) is not None
         _check_switches(said, shape, has_branches=has_branches)
     layout = said.layout()

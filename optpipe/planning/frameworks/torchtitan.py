@@ -140,8 +140,8 @@ def torchtitan_config(
         CSV what goes with the placement. A V needs ``ZBVZeroBubble`` or ``DualPipeV``, by which
         torchtitan places stages.
     csv
-        Path of a schedule that `optpipe.formats.exports.dump_csv` wrote for torch; the name then
-        only says where stages stand.
+        Path of a schedule that `optpipe.formats.exports.dump_csv` wrote for torch, from the
+        config's folder; the name then only says where stages stand.
 
     Raises
     ------
@@ -175,7 +175,9 @@ def _config_text(
         imports["torchtitan.config"] = "CompileConfig, ParallelismConfig"
     if classes:
         imports["torchtitan.components.quantization"] = ", ".join(sorted(classes))
-    lines = [f"from {module} import {names}" for module, names in sorted(imports.items())]
+    has_csv = csv is not None and configuration.pipeline.pp > 1
+    lines = ["from pathlib import Path", ""] * has_csv
+    lines += [f"from {module} import {names}" for module, names in sorted(imports.items())]
     body = [
         f"config = {model.config}()  # its data, optimizer and checkpoints are yours to change",
         f"config.hf_assets_path = './assets/hf/{model.assets}'",
@@ -276,13 +278,22 @@ def _model_lines(
         yield ")"
 
 
+class _NextToConfig(str):
+    """A path from the config's folder, which is written as an expression."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"str(Path(__file__).parent / {str(self)!r})"
+
+
 def _option_lines(configuration: Configuration, schedule: str, csv: str | None) -> Iterator[str]:
     """Yield the sections ``training`` and ``parallelism``, as `OPTIONS` has them."""
     cut = configuration.pipeline
     values = {one.name: one.value(configuration) for one in OPTIONS.values() if one.value}
     if cut.pp > 1:
         values[OPTIONS["schedule"].name] = schedule
-        values |= {} if csv is None else {OPTIONS["csv"].name: csv}
+        values |= {} if csv is None else {OPTIONS["csv"].name: _NextToConfig(csv)}
     else:
         del values[OPTIONS["micro_batch"].name]  # local batch over this: torch's micro-batches
     for name, value in values.items():
@@ -337,27 +348,29 @@ def read_torchtitan(
     shape, hardware, num_gpus
         What is trained, and on how many accelerators.
     global_batch, sequence
-        For texts without them: sequences per step, and tokens per sequence.
+        For texts without them: sequences per step, by default one local batch of each replica; and
+        tokens per sequence.
 
     Returns
     -------
     Configuration
         With sizes by ``module_fqns_per_model_part``, or as torchtitan cuts without it.
-        `Training.overlap` is that of tensor-parallel collectives where there are any.
+        `Training.overlap` is that of tensor-parallel collectives where there are any. The order of
+        a CSV or of ZBVZeroBubble is not read, which `Configuration.not_modelled` says.
 
     Raises
     ------
     InputError
         If a value is wrong or missing, or says what no configuration says: selective
-        checkpointing, another order than 1F1B, replicas of shards, several passes of the pipeline
-        in a step.
+        checkpointing, a name of another order than 1F1B or ZBVZeroBubble, replicas of shards,
+        several passes of the pipeline in a step.
     """
     said = _Said(_values(text))
-    for name in ("parallelism.pipeline_parallel_split_points", OPTIONS["csv"].name):
-        if said.value(name, None):
-            raise InputError(
-                f"{name}: is not read; give module_fqns_per_model_part, and a schedule by name"
-            )
+    if said.value("parallelism.pipeline_parallel_split_points", None):
+        raise InputError(
+            "parallelism.pipeline_parallel_split_points: is not read; give "
+            "module_fqns_per_model_part"
+        )
     own = TITAN_MODELS.get(shape.name.removesuffix("-mtp"))
     flavor = said.value("model.flavor", None)
     if own is not None and flavor not in (None, own.flavor):
@@ -408,8 +421,13 @@ def read_torchtitan(
         )
     if named:
         _check_stages_hold(found)
-    check_starts(found, "torchtitan", "ranks of an expert")  # earlier versions had an option
-    return found
+    unread = _unread_order(said) if pp > 1 else ""
+    counts = ("micro-batches", "interleaved micro-batches") if unread else ()
+    # Earlier versions had an option for the ranks of an expert.
+    check_starts(found, "torchtitan", "ranks of an expert", *counts)
+    fused = _LOOP_SCHEDULES[0] if cut.chunks > 1 else _SINGLE_SCHEDULES[0]
+    note = f"{unread} (its order is not read: the step of today is that of {fused})"
+    return replace(found, not_modelled=(note,) if unread else ())
 
 
 @dataclass(frozen=True)
@@ -608,11 +626,21 @@ def _dispatcher(said: _Said) -> str:
     return kinds[backend]
 
 
+def _unread_order(said: _Said) -> str:
+    """Return the setting whose order of passes is not read; empty if there is none."""
+    csv = OPTIONS["csv"].name  # often an expression: a path next to the config
+    if said.values.get(csv):
+        return csv.rpartition(".")[2]
+    return _V_SCHEDULES[0] if said.word("schedule", "1F1B") == _V_SCHEDULES[0] else ""
+
+
 def _cut(said: _Said, shape: ModelShape, pp: int, m: int) -> tuple[PipelineCut, tuple[int, ...]]:
     if pp == 1:
         return PipelineCut(num_microbatches=m), ()
     name = said.word("schedule", "1F1B")
-    if name.lower() not in ("1f1b", "interleaved1f1b"):
+    unread = _unread_order(said)
+    is_single = name.lower() in {one.lower() for one in _SINGLE_SCHEDULES}
+    if not unread and name.lower() not in ("1f1b", "interleaved1f1b"):
         raise InputError(
             f"pipeline_parallel_schedule = {name}: the step of 1F1B and Interleaved1F1B is "
             "estimated; give one of them to compare with that"
@@ -627,14 +655,14 @@ def _cut(said: _Said, shape: ModelShape, pp: int, m: int) -> tuple[PipelineCut, 
     if named:
         sizes = [len(part) - ("norm" in part) for part in named]
     else:
-        default = pp * (1 if name.lower() == "1f1b" else 2)
+        default = pp * (1 if is_single else 2)
         count = -(-whole // each) if isinstance(each, int) and each > 0 else default
         size, more = divmod(whole, count)
         sizes = [size + (index < more) for index in range(count)]
         sizes[0] += 1 - ends[0]
         sizes[-1] += 1 - ends[1]
     chunks = len(sizes) // pp
-    if len(sizes) % pp or (chunks == 1) != (name.lower() == "1f1b"):
+    if len(sizes) % pp or (not unread and (chunks == 1) != is_single):
         raise InputError(
             f"{len(sizes)} stages on pp = {pp} with {name}: 1F1B has one for each rank, "
             "Interleaved1F1B several; correct one of them"

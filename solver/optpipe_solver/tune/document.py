@@ -167,6 +167,8 @@ def read_question(request: TuneRequest) -> AskedTune:
         name = "current" if request.current is not None else "current_file"
         places = error.inside(f"/{name}").pointers
         raise FieldError(FieldRef(name), f": {error}").at(*places) from None
+    shape = replace(question.shape, settings=current.shape.settings)
+    question = replace(question, shape=shape)
     question = calibrated(question, current, request.measured_step_s, request.measured_peak_gib)
     return AskedTune(question=question, current=current)
 
@@ -463,7 +465,8 @@ def paste(row: TuneRow, form: str, csv: str = "schedule.csv") -> str:
         Megatron-LM's ``arguments``, Megatron-Core's ``yaml``, a torchtitan config (``python``), its
         schedule for torch (``csv``).
     csv
-        Where a torchtitan config finds the schedule, unless torchtitan has it by name.
+        Where a torchtitan config finds the schedule from its own folder, unless torchtitan has it
+        by name.
 
     Raises
     ------

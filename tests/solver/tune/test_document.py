@@ -277,6 +277,15 @@ def test_a_script_gives_model_batch_sequence_precision_and_optimizer() -> None:
     assert read.current.not_modelled == ("fp8_param_gather (time and memory)",)
 
 
+def test_what_is_pasted_for_any_row_has_the_settings_of_todays_script() -> None:
+    text = f"{SCRIPT} --rotary-base 1000000 --normalization LayerNorm --lr 1e-4"
+    read = ask({**OF_SCRIPT, "current_file": text})
+    settings = read.question.shape.settings
+    assert settings.values["rotary_base"] == 1000000
+    assert settings.values["normalization"] == "LayerNorm"
+    assert "--lr" in settings.notes[-1]
+
+
 def test_what_the_caller_gives_overrides_the_script_where_that_can_be_compared() -> None:
     read = ask({**OF_SCRIPT, "current_file": SCRIPT, "overlap": True, "exp_avg_dtype": "fp32"})
     assert read.question.training.overlap
@@ -316,7 +325,7 @@ def test_a_script_of_a_model_that_the_catalogue_does_not_have_makes_a_config() -
     [
         (
             "--num-layers 32 --hidden-size 4096",
-            "gpt3-6.7b, mpt-7b, po-5.8b; give model, or more sizes",
+            "gpt3-6.7b, mpt-7b, po-5.8b; give model, such as --model gpt3-6.7b",
         ),
         ("--tensor-model-parallel-size 2", "does not say which model it trains"),
         ("--num-layers 9 --hidden-size 64 --num-experts 8", "of no model of the catalogue"),
