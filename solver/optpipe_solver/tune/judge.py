@@ -10,11 +10,12 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import InputError
+from optpipe.formats.exports import layout_text
 from optpipe.planning import estimate, step_estimate
 from optpipe.planning.configuration import Configuration, train_command
 from optpipe.planning.estimate import SlicedCut
 from optpipe.planning.overlap import model_phases, most_hidden, with_pairs
-from optpipe.planning.step import RankMemory
+from optpipe.planning.step import RankMemory, even_sizes
 from optpipe.problem import placement_of
 from optpipe.units import ShortRepr
 from optpipe_solver.budget import Stop
@@ -115,8 +116,9 @@ class TuneRow(ShortRepr):
     def changes_from(self, other: TuneRow) -> tuple[str, ...]:
         """Return the changes from another row's configuration to this one.
 
-        Examples: ``TP 8 → 4``, ``+ recompute layernorm``, ``schedule 1f1b → interleaved``. The
-        layers of each stage are compared only if both have equally many stages.
+        Examples: ``TP 8 → 4``, ``+ recompute layernorm``, ``schedule 1f1b → interleaved``,
+        ``layers even → Et*2|(t|)*30L``. With another number of stages, layers are a change only if
+        a cut is not the even one of its framework.
         """
         old, new = other.configuration, self.configuration
         before, after = old.degrees, new.degrees
@@ -129,6 +131,9 @@ class TuneRow(ShortRepr):
         if len(old.sizes) == len(new.sizes) and old.sizes != new.sizes:
             lists = (",".join(map(str, one.sizes)) for one in (old, new))
             found.append(f"layers {' → '.join(lists)}")
+        elif len(old.sizes) != len(new.sizes) > 1:
+            texts = _layers_text(old), _layers_text(new)
+            found += [f"layers {' → '.join(texts)}"] * (set(texts) != {"even"})
         if other.method != self.method:
             found.append(f"schedule {other.method} → {self.method}")
         return tuple(found)
@@ -187,6 +192,17 @@ class TuneRow(ShortRepr):
                 for rank in self.memory
             ],
         }
+
+
+def _layers_text(configuration: Configuration) -> str:
+    """Return ``even``, or the layers of each stage as ``Et*2|(t|)*30L``."""
+    shape, sizes = configuration.shape, configuration.sizes
+    if sizes == even_sizes(shape.num_layers, shape.mtp + 1, len(sizes)):
+        return "even"
+    try:
+        return layout_text(configuration.stages, configuration.pipeline.pp)
+    except InputError:  # Megatron-Core has no such cut
+        return ",".join(map(str, sizes))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
