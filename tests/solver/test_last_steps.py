@@ -81,6 +81,14 @@ def test_a_solve_of_v2_ends_with_low_peaks_and_one_of_v1_as_it_was() -> None:
     assert not any(", peaks" in entry.method for entry in before.provenance.trace)
 
 
+def test_a_result_has_the_peaks_before_the_last_step_if_it_lowered_them() -> None:
+    result = solve(uneven_v(), work_limit=1.0, time_limit_s=600)
+    assert result.schedule is not None
+    before = peak_shares(uneven_v(), result.peak_bytes_before)[0]
+    assert before > peak_shares(uneven_v(), result.schedule.peak_bytes)[0]
+    assert solve(uneven_v(None), work_limit=1.0, time_limit_s=600).peak_bytes_before == ()
+
+
 def test_a_search_goes_on_where_families_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any family, from the schedule itself squeezed into less and less."""
     monkeypatch.setattr("optpipe_solver.last_steps.all_starts", lambda *_: iter(()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import inf
@@ -63,7 +64,7 @@ LAYOUTS: tuple[Layout, ...] = ("balanced", "even")
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy", "paired-blocks"}), 300
 _PAIRED = frozenset({*PAIRED_PATTERNS, "paired-blocks"})
 _UNLIMITED = 2**50
-_ID_CHARS = 12
+_ID_CHARS, _MOST_LAYOUT = 12, 24
 _MOST_OF_V = 2
 """Chunks of a V that torchtitan places."""
 
@@ -195,14 +196,17 @@ class TuneRow(ShortRepr):
 
 
 def _layers_text(configuration: Configuration) -> str:
-    """Return ``even``, or the layers of each stage as ``Et*2|(t|)*30L``."""
+    """Return ``even``, the layers of each stage as ``Et*2|(t|)*30L``, or ``2 to 4 per stage``."""
     shape, sizes = configuration.shape, configuration.sizes
     if sizes == even_sizes(shape.num_layers, shape.mtp + 1, len(sizes)):
         return "even"
-    try:
-        return layout_text(configuration.stages, configuration.pipeline.pp)
-    except InputError:  # Megatron-Core has no such cut
-        return ",".join(map(str, sizes))
+    stages = configuration.stages
+    numbers = [one.transformer for one in stages]
+    text = f"{min(numbers)} to {max(numbers)} per stage"
+    with suppress(InputError):  # Megatron-Core has no such cut
+        layout = layout_text(stages, configuration.pipeline.pp)
+        text = layout if len(layout) <= _MOST_LAYOUT else text
+    return text
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
