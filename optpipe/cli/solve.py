@@ -16,9 +16,9 @@ from optpipe.cli.plot import check_drawable, draw_solved
 from optpipe.errors import IllegalScheduleError, InfeasibleProblemError, InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_schedule
-from optpipe.memory import device_peak_bytes
+from optpipe.memory import OF_MODES, device_peak_bytes
 from optpipe.requests import SubmitOptions
-from optpipe.schedule import ActionType, Provenance
+from optpipe.schedule import Provenance
 from optpipe.sweep import sweep
 from optpipe.units import format_bytes, format_ms
 
@@ -194,7 +194,7 @@ def _lowered(problem: Problem, schedule: Schedule, before: tuple[int, ...]) -> s
         f"same time with lower peaks: {problem.devices[fullest].name} holds {format_bytes(now)} "
         f"instead of {format_bytes(before[fullest])}"
     )
-    kept = [tuple(action.bare for action in program if action.type not in _TREATMENTS)
+    kept = [tuple(action.bare for action in program if action.type not in OF_MODES)
             for program in schedule.programs]  # fmt: skip
     is_kept = all(map(tuple.__eq__, kept, schedule.programs))
     if is_kept or sum(map(len, kept)) > cli.MAX_DRAWN:
@@ -202,11 +202,6 @@ def _lowered(problem: Problem, schedule: Schedule, before: tuple[int, ...]) -> s
     peaks = (device_peak_bytes(problem, index, program) for index, program in enumerate(kept))
     fits = all(map(le, peaks, (device.usable_bytes for device in problem.devices)))
     return f"{said}; keeping all activations would fit too" if fits else said
-
-
-_TREATMENTS = frozenset(
-    {ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE}
-)
 
 
 def _widen(problem: Problem, found: Schedule, among: str) -> Schedule:

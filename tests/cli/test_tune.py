@@ -138,11 +138,11 @@ def switch(row: Literal["best", "current"], step_ms: float) -> SwitchGain:
 
 def test_switches_that_change_nothing_are_in_the_json_only(optpipe, monkeypatch) -> None:
     """And two configurations with the same switches and times have one section."""
-    gains = (switch("best", 1e4 - 9), switch("current", 1e4 + 9))
+    gains = [switch("best", 1e4 - 9), switch("current", 1e4 + 9)]
     monkeypatch.setattr("optpipe_solver.tune.TuneResult.switches", gains)
     assert "Switches" not in optpipe(*SMALL, *TODAY).out
     assert len(json.loads(optpipe(*SMALL, *TODAY, "--json").out)["switches"]) == 2
-    gains = (switch("best", 9e3), switch("best", 1e4), switch("current", 9e3))
+    gains = [switch("best", 9e3), switch("best", 1e4), switch("current", 9e3)]
     monkeypatch.setattr("optpipe_solver.tune.TuneResult.switches", gains)
     text = optpipe(*SMALL, *TODAY).out
     assert text.count("Switches that are off") == 1
