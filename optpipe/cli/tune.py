@@ -299,7 +299,7 @@ def _end(result: TuneResult, limit_s: float) -> str:
         return said
     if result.first_s > limit_s / 2:
         return f"{said}; bounds and first schedules took {result.first_s:.0f} s"
-    return f"{said}; the last simulations began before it"
+    return f"{said}; the last simulations took longer"
 
 
 def _headline(result: TuneResult) -> str:

@@ -172,6 +172,9 @@ def test_the_report_says_which_rows_were_not_solved_and_why_a_limit_was_exceeded
     assert "for comparison" not in said
     assert "11 were solved" in said
     assert "(4 s, the time limit ended it)." in said
+    change_result(monkeypatch, seconds=9.0, first_s=0.5, stopped_by="time_limit")
+    said = " ".join(optpipe(*SMALL).out.split())
+    assert "(9 s, the time limit ended it; the last simulations took longer)." in said
 
 
 def test_text_and_json_say_the_same_where_today_was_not_given(optpipe, monkeypatch) -> None:
