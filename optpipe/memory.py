@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EFFECTS",
+    "OF_MODES",
     "CellModes",
     "Effect",
     "MemoryStep",
@@ -108,7 +109,9 @@ class MemoryStep:
     taken_at_start: bool
 
 
-_OF_MODES = {ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE}
+OF_MODES = frozenset(
+    {ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE}
+)
 """The kinds that may imply a mode other than keep (`Stage.implied_mode`)."""
 
 CellModes: TypeAlias = "Mapping[tuple[int, int], int]"
@@ -124,7 +127,7 @@ def modes_of(problem: Problem, program: Iterable[Action]) -> CellModes:
     modes: dict[tuple[int, int], int] = {}
     for stage, kind, microbatch, named, _ in program:
         mode = named
-        if not named and kind in _OF_MODES:
+        if not named and kind in OF_MODES:
             mode = problem.stage_of(stage, microbatch).implied_mode(kind)
         if mode:
             modes[stage, microbatch] = mode

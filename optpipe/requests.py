@@ -514,6 +514,11 @@ class CompareOptions(SearchOptions):
 class TuneOptions(SearchOptions):
     """Options to tune; the time limit is 120 s by default."""
 
+    time_limit_s: TimeLimit = Field(
+        None,
+        description="Time limit of the search in seconds. Bounds and first schedules are never cut "
+        "short, so a short limit may be exceeded by some seconds.",
+    )
     gap: Gap = Field(
         0.002,
         description="Share (0-1) at which the search stops: no configuration is faster than the "

@@ -101,7 +101,7 @@ def test_the_published_run_is_tuned_with_the_gain_it_says(workplace) -> None:
     assert block in page
     (change,) = re.findall(r"`(Change .*?)`", page)
     (certificate,) = re.findall(r"((?:^> .*\n)+)\n\*Within this model\*", page, re.MULTILINE)
-    for quote in (change, certificate.replace("> ", "")):
+    for quote in (change.partition("even")[0], certificate.replace("> ", "")):
         assert without_numbers(quote) in without_numbers(out)
     (gain,) = re.findall(r"(\d+\.\d)% less time per step", out)
     (said,) = re.findall(r"(\d+\.\d)% less time per step", README)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
+from operator import le
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +16,15 @@ from optpipe.cli.plot import check_drawable, draw_solved
 from optpipe.errors import IllegalScheduleError, InfeasibleProblemError, InputError
 from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_schedule
+from optpipe.memory import OF_MODES, device_peak_bytes
 from optpipe.requests import SubmitOptions
 from optpipe.schedule import Provenance
 from optpipe.sweep import sweep
-from optpipe.units import format_ms
+from optpipe.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optpipe.problem import Objective, Problem
     from optpipe.schedule import Schedule
     from optpipe_solver import Result, Robust
@@ -119,10 +123,8 @@ def solve(
             return
         console = cli.result_console(output)
         cli.show_schedule(console, problem, schedule, cli.baseline_programs(problem))
-        if among:
-            console.print(f"{among}: {_certificate(found)}", markup=False)
-        if result.robust is not None:
-            console.print(str(result.robust), markup=False, soft_wrap=True)
+        for remark in _remarks(problem, schedule, result, among):
+            console.print(remark, markup=False, soft_wrap=True)
 
 
 def _robust(options: SubmitOptions) -> Robust | None:
@@ -164,6 +166,42 @@ def _draw(picture: Path, problem: Problem, schedule: Schedule, *, is_kept: bool)
             raise
         hint = cli.rescue_text(Path("schedule.json"), dump_schedule(schedule))
         raise InputError(f"{error}; the schedule is not lost, {hint}") from None
+
+
+def _remarks(problem: Problem, schedule: Schedule, result: Result, among: str) -> Iterator[str]:
+    """Yield what the last step gained, what is proven among fewer schedules, and under noise."""
+    if (said := _lowered(problem, schedule, result.peak_bytes_before)) is not None:
+        yield said
+    if among and result.schedule is not None:
+        yield f"{among}: {_certificate(result.schedule)}"
+    if result.robust is not None:
+        yield str(result.robust)
+
+
+def _lowered(problem: Problem, schedule: Schedule, before: tuple[int, ...]) -> str | None:
+    """Return by how much the last step lowered the fullest device, and whether all would fit."""
+    if not before:
+        return None
+    shares = [
+        (peak / max(1, device.usable_bytes), index)
+        for index, (device, peak) in enumerate(zip(problem.devices, before, strict=True))
+    ]
+    _, fullest = max(shares)
+    now = schedule.peak_bytes[fullest]
+    if now >= before[fullest]:
+        return None
+    said = (
+        f"same time with lower peaks: {problem.devices[fullest].name} holds {format_bytes(now)} "
+        f"instead of {format_bytes(before[fullest])}"
+    )
+    kept = [tuple(action.bare for action in program if action.type not in OF_MODES)
+            for program in schedule.programs]  # fmt: skip
+    is_kept = all(map(tuple.__eq__, kept, schedule.programs))
+    if is_kept or sum(map(len, kept)) > cli.MAX_DRAWN:
+        return said
+    peaks = (device_peak_bytes(problem, index, program) for index, program in enumerate(kept))
+    fits = all(map(le, peaks, (device.usable_bytes for device in problem.devices)))
+    return f"{said}; keeping all activations would fit too" if fits else said
 
 
 def _widen(problem: Problem, found: Schedule, among: str) -> Schedule:

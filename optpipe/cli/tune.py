@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from optpipe.planning import Configuration, ModelShape
+    from optpipe.planning import ModelShape
     from optpipe_solver.tune import TuneResult, TuneRow
 
 __all__ = ["tune"]
@@ -40,6 +40,8 @@ _GIB = 2.0**30
 _SHOWN_ROWS = 11
 _NUM_MEASURED = 3
 _MIN_WIDTH = 140
+_LEAST_GAIN = 0.001
+"""Share of the step time; switches that change less are in the JSON only."""
 _YAML = {".yaml", ".yml"}
 _LISTS = ("recompute", "layers")
 _DEGREES = tuple(name for name in CurrentRun.model_fields if name not in _LISTS)
@@ -210,22 +212,28 @@ def tune(
             else:
                 result = search(read.question, current=read.current, **limits)
     best = result.best
-    if as_json:
-        cli.print_json(result.as_json())
     if best is None:
+        if as_json:
+            cli.print_json(result.as_json())
         raise _why_nothing(result)
-    if not as_json:
-        _show(cli.result_console(output), result, read.current, paste)
-    if problem_out is not None:
-        cli.write_output(problem_out, dump_problem(best.problem), "problem")
-    if output is not None:
-        schedule = evaluate(best.problem, best.programs, Provenance(method=best.method))
-        cli.write_schedule(schedule, output, "schedule")
-    if paste is not None:
-        cli.write_output(paste, _paste(best, framework, paste), "configuration")
-    if paste_benchmark is not None:
-        script = _benchmark_script(result, request)
-        cli.write_output(paste_benchmark, script, "benchmark script")
+    try:
+        # Before the report: a closed pipe (| head) must not cost the files.
+        if problem_out is not None:
+            cli.write_output(problem_out, dump_problem(best.problem), "problem")
+        if output is not None:
+            schedule = evaluate(best.problem, best.programs, Provenance(method=best.method))
+            cli.write_schedule(schedule, output, "schedule")
+        if paste is not None:
+            cli.write_output(paste, _paste(best, framework, paste), "configuration")
+        if paste_benchmark is not None:
+            script = _benchmark_script(result, request)
+            cli.write_output(paste_benchmark, script, "benchmark script")
+    finally:
+        # A file that cannot be written must not cost the report.
+        if as_json:
+            cli.print_json(result.as_json())
+        else:
+            _show(cli.result_console(output), result, options.time_limit_s or 0.0, paste)
 
 
 def _why_nothing(result: TuneResult) -> Exception:
@@ -244,11 +252,9 @@ def _why_nothing(result: TuneResult) -> Exception:
 # --- The report.
 
 
-def _show(
-    console: Console, result: TuneResult, current: Configuration | None, paste: Path | None
-) -> None:
+def _show(console: Console, result: TuneResult, limit_s: float, paste: Path | None) -> None:
     console.width = max(console.width, _MIN_WIDTH)
-    console.print(_headline(result, current), markup=False)
+    console.print(_headline(result), markup=False)
     if result.changes:
         console.print(f"Change {', '.join(result.changes)}.", markup=False)
     for sentence in result.notes:
@@ -258,14 +264,24 @@ def _show(
         console.print(_scaling(result))
         console.print()
     console.print(_rows(result))
+    if len(result.rows[:_SHOWN_ROWS]) > result.counts.solved:
+        console.print(_comparison(result.counts.solved), markup=False)
     console.print()
     console.print(_pareto(result))
     _print_switches(console, result)
     console.print()
-    ended = _ENDS.get(result.stopped_by or "", "")
-    console.print(f"{result.certificate} ({result.seconds:.0f} s{ended}).", markup=False)
+    console.print(f"{result.certificate} ({_end(result, limit_s)}).", markup=False)
     console.print()
     _print_command(console, result, paste)
+
+
+def _comparison(num_solved: int) -> str:
+    """Return why the table has more rows than configurations were solved."""
+    solved = "1 was" if num_solved == 1 else f"{num_solved:,} were"
+    return (
+        f"Rows of configurations that were not solved ({solved}) are simulated with the "
+        "framework's best published schedule, for comparison."
+    )
 
 
 _ENDS = {
@@ -273,16 +289,22 @@ _ENDS = {
     "work_limit": ", the work limit ended it",
     "cancelled": ", cancelled",
 }
+_LATE_S = 2.0
 
 
-def _headline(result: TuneResult, current: Configuration | None) -> str:
+def _end(result: TuneResult, limit_s: float) -> str:
+    """Return the seconds of the search, what ended it, and why it ended after its time limit."""
+    said = f"{result.seconds:.0f} s{_ENDS.get(result.stopped_by or '', '')}"
+    if result.stopped_by != "time_limit" or result.seconds <= limit_s + _LATE_S:
+        return said
+    if result.first_s > limit_s / 2:
+        return f"{said}; bounds and first schedules took {result.first_s:.0f} s"
+    return f"{said}; the last simulations took longer"
+
+
+def _headline(result: TuneResult) -> str:
     """Return the gain, or why there is none, and the error of such estimates."""
     best, error, verdict = result.best, result.error, result.verdict
-    if result.current is None and best is not None and not result.scaling:
-        why = "--current would show the gain"
-        if current is not None:
-            why = "the current configuration is too large to simulate"
-        verdict = f"{format_ms(best.step_ms)} ms per step; {why}"
     band = ""
     if error is None:
         band = " Estimates of this kind were compared with too few published runs, or none."
@@ -353,18 +375,22 @@ def _pareto(result: TuneResult) -> Table:
 
 
 def _print_switches(console: Console, result: TuneResult) -> None:
-    """Print the gain of each switch that the search left off."""
+    """Print the gain of each switch that the search left off, if it changes the step time."""
     titles = {"best": "the fastest configuration", "current": "today's configuration"}
+    printed: list[list[str]] = []
     for row, title in titles.items():
-        switches = [one for one in result.switches if one.row == row]
-        if switches:
-            console.print()
-            console.print(
-                f"Switches that are off, each alone in {title} (simulated; tune with the option "
-                "searches the other settings with it):"
-            )
-        for one in switches:
-            console.print(f"  {one}", markup=False, highlight=False, soft_wrap=True)
+        of_row = [one for one in result.switches if one.row == row]
+        lines = [str(one) for one in of_row if abs(one.gain) >= _LEAST_GAIN]
+        if not lines or lines in printed:
+            continue
+        printed.append(lines)
+        console.print()
+        console.print(
+            f"Switches that are off, each alone in {title} (simulated; tune with the option "
+            "searches the other settings with it):"
+        )
+        for line in lines:
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_command(console: Console, result: TuneResult, paste: Path | None) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         StageRelief,
         Topic,
     )
-    from optpipe.problem import Problem
+    from optpipe.problem import CellMode, Problem
     from optpipe.schedule import Action, ActionType, Programs
     from optpipe.simulate import Simulation
 
@@ -292,6 +292,7 @@ def _idle(problem: Problem, explanation: Explanation) -> Iterator[str]:
             f"A device is idle for {format_ms(mean)} ms on average"
             f"{_share(mean, explanation.length_ms)}; of all idle time: {_listed(parts)}."
         )
+    yield from _recomputation(problem, explanation)
     most = sorted(explanation.idle, key=lambda device: (-round(device.idle_ms, 6), device.device))
     for device in sorted(most[:_MOST_LINES], key=lambda device: device.device):
         name = problem.devices[device.device].name
@@ -304,6 +305,22 @@ def _idle(problem: Problem, explanation: Explanation) -> Iterator[str]:
     if len(most) > _MOST_LINES:
         rest = count(len(most) - _MOST_LINES, "other device")
         yield f"{rest}, idle for {format_ms(most[_MOST_LINES].idle_ms)} ms or less each"
+
+
+def _recomputation(problem: Problem, explanation: Explanation) -> Iterator[str]:
+    """Yield why the bubble is larger than the share of idle time, if recomputation is why."""
+    whole = len(problem.devices) * explanation.length_ms
+    if problem.pairs or whole <= 0 or len(explanation.idle) < len(problem.devices):
+        return
+    idle_ms = sum(device.idle_ms for device in explanation.idle)
+    busy_ms = sum(device.busy_ms for device in explanation.idle)
+    bubble, idle = format_share(explanation.bubble_rate), format_share(idle_ms / whole)
+    more_ms = busy_ms - sum(problem.device_busy_ms)
+    if bubble != idle and more_ms > 0:
+        yield (
+            f"The bubble is {bubble}, the idle time {idle}: the bubble also counts recomputation "
+            f"({format_share(more_ms / whole)})."
+        )
 
 
 def _by_size(causes: Mapping[IdleCause, float]) -> list[tuple[IdleCause, float]]:
@@ -412,35 +429,34 @@ def _relief_sentences(
 ) -> Iterator[str]:
     """Yield, per stage that does it, what would not fit without, and what is not needed."""
     reliefs = [relief for relief in explanation.reliefs if relief.kind == kind]
+    peaks = {one.device: one.peak_bytes for one in explanation.memory}
     for relief in reliefs[:_MOST_STAGES]:
-        yield from _stage(problem, relief)
+        yield from _stage(problem, relief, peaks[relief.device])
     rest = reliefs[_MOST_STAGES:]
     if rest:
         cells = sum(len(relief.reliefs) for relief in rest)
         spare = sum(len(relief.microbatches(Necessity.UNNEEDED)) for relief in rest)
         yield (
             f"{len(rest)} more stages: {cells} (stage, micro-batch) pairs {_DROPPED[kind]}, "
-            f"{spare} of them without need"
+            f"{spare} of them not needed to fit"
         )
 
 
-def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
+def _stage(problem: Problem, relief: StageRelief, peak_bytes: int) -> Iterator[str]:
+    """Yield sentences about the cells that a stage does not keep.
+
+    ``peak_bytes``: the peak of its device.
+    """
     number = len(relief.reliefs)
     name = problem.devices[relief.device].name
     does = f"uses {relief.mode!r} for" if relief.kind == "mode" else f"{relief.kind}s"
-    saved = {one.saved_bytes for one in relief.reliefs}
-    up_to = "up to " if len(saved) > 1 else ""
     begin = (
         f"stage {relief.stage} {does} {number} of {problem.num_microbatches} "
-        f"micro-batches ({up_to}{format_bytes(max(saved))} each, "
-        f"{_effort(problem, relief)})"
+        f"micro-batches ({_sizes(problem, relief)}, {_effort(problem, relief)})"
     )
     them = "them" if number > 1 else "it"
     if relief.excess_bytes <= 0:
-        yield (
-            f"{begin} without need: if {name} keeps {them}, it still has "
-            f"{format_bytes(-relief.excess_bytes)} left"
-        )
+        yield f"{begin}, not needed to fit: {_use(problem, relief, peak_bytes)}"
         return
     yield (
         f"{begin}: without {them} {relief.exceeds_at} would need "
@@ -450,22 +466,52 @@ def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
     if spare:
         are, them = ("are", "them") if len(spare) > 1 else ("is", "it")
         yield (
-            f"stage {relief.stage}: {microbatches(spare)} {are} {_DROPPED[relief.kind]} "
-            f"without need: {name} holds {them} all the same"
+            f"stage {relief.stage}: {microbatches(spare)} {are} {_DROPPED[relief.kind]}, "
+            f"not needed to fit: {name} has the memory to keep {them}"
         )
     either = relief.microbatches(Necessity.INTERCHANGEABLE)
     if either:
         yield (
             f"stage {relief.stage}: {microbatches(either)} could be kept, but only instead of "
-            f"others that are {_DROPPED[relief.kind]} without need"
+            f"others that are {_DROPPED[relief.kind]} and not needed to fit"
         )
+
+
+def _sizes(problem: Problem, relief: StageRelief) -> str:
+    """Return the bytes that each cell frees; of offloads that free none, the bytes they move."""
+    saved = {one.saved_bytes for one in relief.reliefs}
+    moved = _mode_of(problem, relief).offload_bytes
+    if moved and not any(saved):
+        return f"{format_bytes(moved)} each"
+    return f"{'up to ' if len(saved) > 1 else ''}{format_bytes(max(saved))} each"
+
+
+def _use(problem: Problem, relief: StageRelief, peak_bytes: int) -> str:
+    """Return what cells are good for that the device has the memory to keep."""
+    device = problem.devices[relief.device]
+    is_one = len(relief.reliefs) == 1
+    left = f"{format_bytes(-relief.excess_bytes)} would still be left"
+    keeping = f"keeping {'it' if is_one else 'them'}, {left}"
+    if not any(one.saved_bytes for one in relief.reliefs):
+        does = "it frees" if is_one else "they free"
+        moves = _mode_of(problem, relief).offload_bytes > 0
+        why = f", as {device.name} runs nothing between release and reload" if moves else ""
+        return f"{does} nothing{why} ({keeping})"
+    if device.usable_bytes + relief.excess_bytes > peak_bytes:
+        return f"it lowers the peak of {device.name} ({keeping})"
+    return f"it does not lower the peak of {device.name} ({keeping})"
+
+
+def _mode_of(problem: Problem, relief: StageRelief) -> CellMode:
+    """Return the mode of the cells; of several costs the first one that has it."""
+    named = relief.mode or relief.kind
+    menus = (menu[relief.stage] for menu in problem.menus_by_cost)
+    return next(mode for menu in menus for mode in menu if mode.name == named)
 
 
 def _effort(problem: Problem, relief: StageRelief) -> str:
     """Return the costs of a mode: ms on the transfer lanes, ms of recomputation."""
-    s, named = relief.stage, relief.mode or relief.kind
-    menus = (menu[s] for menu in problem.menus_by_cost)
-    mode = next(mode for menu in menus for mode in menu if mode.name == named)
+    s, mode = relief.stage, _mode_of(problem, relief)
     parts = []
     if moved := mode.offload_bytes:
         away, back = problem.offload_ms(s, moved), problem.reload_ms(s, moved)

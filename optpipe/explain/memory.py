@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe.explain.values import DeviceMemory, HostMemory, Necessity, Relief, StageRelief
-from optpipe.memory import EFFECTS, host_peak_bytes, memory_walk
+from optpipe.memory import EFFECTS, OF_MODES, host_peak_bytes, memory_walk
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def stage_reliefs(
             kind: ReliefKind = "mode" if stage.modes else _V1[mode.recompute]
             kinds = [(index, program[index].type) for index in places]
             spans = tuple(_spans(kinds, menu[0], mode))
-            gone = tuple(index for index, action in kinds if action in _OF_MODE)
+            gone = tuple(index for index, action in kinds if action in OF_MODES)
             reliefs.append(_Relief(kind, mode.name, *cell, spans, gone))
         if reliefs:
             peaks = [step.peak for step in memory_walk(problem, device, program, numbers)]
@@ -91,9 +91,6 @@ def stage_reliefs(
             limit = problem.devices[device].usable_bytes
             found += _judge(device, program, reliefs, device_peaks, limit)
     return tuple(sorted(found, key=lambda item: (item.stage, item.kind, item.mode)))
-
-
-_OF_MODE = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 
 _V1: dict[str, ReliefKind] = {"": "offload", "apart": "recompute"}
@@ -113,7 +110,7 @@ def _spans(
     ends = [index for index, _ in kinds[1:]] + [kinds[-1][0] + 1]
     for (index, kind), following in zip(kinds, ends, strict=True):
         effect = EFFECTS[kind]
-        if kind not in _OF_MODE:
+        if kind not in OF_MODES:
             there = _peak(effect, keep, kept) - _peak(effect, mode, in_mode)
             if there:
                 yield index, index + 1, there

@@ -237,12 +237,12 @@ class Accuracy:
         median, worst = _AIMS[self.kind]
         error, missed = self.error, []
         if error.median > median:
-            missed.append(f"median {error.median:.1%} instead of at most {median:.0%}")
+            missed.append(f"median error {error.median:.1%} (we aim at {median:.0%})")
         if error.worst > worst:
-            missed.append(f"worst {error.worst:.1%} instead of at most {worst:.0%}")
+            missed.append(f"worst error {error.worst:.1%} (we aim at {worst:.0%})")
         if not missed:
             return ""
         return (
-            f"Estimates of the class {error.name!r} miss their aims: {' and '.join(missed)}. "
-            "Measure a step before you rely on this one"
+            f"Estimates of the class {error.name!r} are less accurate than we want: "
+            f"{' and '.join(missed)}. Measure a step before you rely on this one"
         )

@@ -351,6 +351,8 @@ class Result:
         How the schedule was chosen, if the caller asked for noise.
     problem
         The problem of the schedule.
+    peak_bytes_before
+        The peaks before the last step, if it lowered them; else empty.
     """
 
     status: SolveStatus
@@ -360,6 +362,7 @@ class Result:
     needs: dict[str, int] = field(default_factory=dict)
     robust: RobustChoice | None = None
     problem: Problem | None = field(default=None, compare=False)
+    peak_bytes_before: tuple[int, ...] = field(default=(), compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""

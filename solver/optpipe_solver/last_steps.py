@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.memory import EFFECTS, device_peak_bytes, modes_of
+from optpipe.explain.memory import stage_reliefs
+from optpipe.explain.values import Necessity
+from optpipe.memory import EFFECTS, OF_MODES, device_peak_bytes, modes_of
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.budget import RobustChoice, Stop
 from optpipe_solver.families import FAMILIES
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Robust",
     "choose_robust",
+    "keep_where_peaks_allow",
     "lower_peaks",
     "peaks_can_fall",
     "with_device_factors",
@@ -127,6 +130,40 @@ def lower_peaks(best: Incumbent, stop: Stop, family_ms: Mapping[str, float] | No
             most = min(share, peak_shares(problem, best.metrics.peak_bytes)[0])
         else:
             step /= 2
+    if not is_large(problem):
+        keep_where_peaks_allow(best)
+
+
+def keep_where_peaks_allow(best: Incumbent) -> None:
+    """Offer the best schedule without the offloads and recomputations that lower no peak.
+
+    A cell is kept if its device's peak stays. Searches leave such cells, for example with a RELOAD
+    directly after the RELEASE.
+    """
+    if best.programs is None or best.metrics is None:
+        return
+    problem, programs = best.problem, best.programs
+    devices = [
+        device.model_copy(update={"memory_bytes": device.reserved_bytes + peak})
+        for device, peak in zip(problem.devices, best.metrics.peak_bytes, strict=True)
+    ]
+    tight = problem.model_copy(update={"devices": tuple(devices)})
+    modes = [modes_of(problem, program) for program in programs]
+    spare = {
+        (group.stage, microbatch)
+        for group in stage_reliefs(tight, programs, modes)
+        for microbatch in group.microbatches(Necessity.UNNEEDED)
+    }
+    if spare:
+        kept = (
+            tuple(
+                action._replace(mode=0) if action.cell in spare else action
+                for action in program
+                if not (action.cell in spare and action.type in OF_MODES)
+            )
+            for program in programs
+        )
+        best.offer(tuple(kept), best.method)
 
 
 def with_free_share(problem: Problem, share: float) -> Problem:

@@ -178,6 +178,7 @@ class _SolveRun:
         self.lowers = method == "auto" and peaks_can_fall(best.problem)
         self.robust = robust
         self.choice: RobustChoice | None = None
+        self.peak_bytes_before: tuple[int, ...] = ()
         share = 1.0 - _LAST_SHARE * (self.lowers + (robust is not None))
         self.stop = Stop(
             share * limits.time_limit_s,
@@ -231,11 +232,15 @@ class _SolveRun:
         if self.best.work is not None:
             self.best.work = self.stop.spent
 
+        before = self.best.metrics
+
         def lower() -> None:
             with self.best.clocked("less memory"):
                 lower_peaks(self.best, stop, self.family_ms)
 
         run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)
+        if before is not None and self.best.metrics is not before:
+            self.peak_bytes_before = before.peak_bytes
 
     def _choose_robust(self, robust: Robust) -> None:
         """Choose among the schedules under noise; a cancelled solve has ``_MOMENT_S`` for it."""
@@ -361,6 +366,8 @@ class _SolveRun:
             best.bound_ms,
             robust=self.choice,
             problem=best.problem,
+            # The choice under noise may be another schedule.
+            peak_bytes_before=() if self.choice is not None else self.peak_bytes_before,
         )
 
 

@@ -5,15 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import optpipe as optpipe_package
-from optpipe import dump_csv, dump_problem, load_csv, load_schedule
+from optpipe import Provenance, dump_csv, dump_problem, load_csv, load_schedule
 from optpipe.errors import install_command
-from tests.building import document, stage
+from optpipe.evaluate import evaluate
+from optpipe_solver import Result, SolveStatus
+from tests.building import UNIT, bus, document, offloadable, problem, programs, stage
 from tests.cli.conftest import LEGAL, write
 from tests.plot.conftest import make_small_problem
 
@@ -110,6 +113,26 @@ def test_solve_writes_a_schedule_that_check_accepts(optpipe, problem_file, tmp_p
     table = tmp_path / "found.csv"
     assert optpipe("solve", problem_file, "-o", table, "--method", "greedy").code == 0
     assert dump_csv(load_csv(table.read_text())) == table.read_text()
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "more"), [(32, "; keeping all activations would fit too"), (25, "")]
+)
+def test_solve_says_by_how_much_its_last_step_lowered_the_peaks(
+    optpipe, monkeypatch, tmp_path, memory_bytes: int, more: str
+) -> None:
+    """And whether keeping everything would fit, where something is not kept."""
+    given = problem([offloadable()], [bus(memory_bytes=memory_bytes * UNIT)], m=3)
+    path = write(tmp_path / "problem.json", dump_problem(given))
+    row = "0F0 0OFFLOAD0 0F1 0RELEASE0 0F2 0B2 0B1 0RELOAD0 0B0"
+    found = evaluate(given, programs(row), Provenance(method="given"))
+    assert found.peak_bytes == (20 * UNIT,)
+    result = Result(SolveStatus.FEASIBLE, found, peak_bytes_before=(30 * UNIT,))
+    monkeypatch.setattr("optpipe_solver.solve", lambda *_, **__: result)
+    said = f"same time with lower peaks: gpu0 holds 19.1 MiB instead of 28.6 MiB{more}\n"
+    assert said in optpipe("solve", path).out
+    result = replace(result, peak_bytes_before=())
+    assert "lower peaks" not in optpipe("solve", path).out
 
 
 def test_solve_says_which_link_could_not_deliver_what_it_calls_optimal(optpipe, tmp_path) -> None:

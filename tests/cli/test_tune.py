@@ -3,11 +3,18 @@
 import json
 import re
 import subprocess
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Literal
 
 import pytest
 
+import optpipe_solver.tune
 from optpipe import load_problem, load_schedule
+from optpipe.errors import InputError
 from optpipe.evaluate import verify
+from optpipe_solver.tune import TuneCounts, TuneResult
+from optpipe_solver.tune.switches import SwitchGain
 
 SMALL = [
     "tune", "--model", "llama3-8b", "--gpu", "h100", "--gpus", "8", "--global-batch", "16",
@@ -30,7 +37,7 @@ def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> Non
     assert re.search(
         r"Step of the best: 80% between [\d.]+ and [\d.]+ s \(67 published runs", first
     )
-    assert "miss their aims" in first
+    assert "are less accurate than we want" in first
     assert re.search(r"Change .*- recompute full, schedule 1f1b → ", first), done.out
     assert "today: TP 2 PP 4 DP 1 MBS 1 recompute full" in done.out
     assert "less memory costs time" in done.out
@@ -77,17 +84,108 @@ def test_a_price_adds_the_cost_of_a_million_tokens(optpipe) -> None:
 
 def test_switches_that_are_off_are_listed_with_their_gain_unless_they_are_chosen(optpipe) -> None:
     """In the fastest configuration and in today's; also in JSON."""
-    text = optpipe(*SMALL, *TODAY).out
+    short = ("--model", "llama3.2-1b", "--sequence", "1024")
+    text = optpipe(*SMALL, *short, *TODAY).out
     assert "cost" not in text.partition("less memory")[0]
-    times = r"[\d,.]+ ms instead of [\d,.]+ ms \(\+\d\.\d%\)\n"
+    times = r"[\d,.]+ ms instead of [\d,.]+ ms \(\+\d+\.\d%\)\n"
     line = rf"  --cuda-graphs \(--cuda-graph-impl .*\): {times}"
     title = r"Switches that are off, each alone in the fastest configuration [^:]*:\n"
     assert re.search(title + line, text), text
     assert "alone in today's" not in text, "full recomputation forbids graphs"
-    (graphs,) = json.loads(optpipe(*SMALL, *TODAY, "--json").out)["switches"]
+    (graphs,) = json.loads(optpipe(*SMALL, *short, *TODAY, "--json").out)["switches"]
     assert (graphs["row"], graphs["field"], graphs["value"]) == ("best", "cuda_graphs", True)
     assert graphs["gain"] == pytest.approx(1 - graphs["step_ms"] / graphs["base_ms"])
-    assert "Switches" not in optpipe(*SMALL, *TODAY, "--cuda-graphs").out
+    assert "Switches" not in optpipe(*SMALL, *short, *TODAY, "--cuda-graphs").out
+
+
+def test_files_are_written_before_the_report_is_printed(optpipe, tmp_path, monkeypatch) -> None:
+    """So that a closed pipe (| head) does not cost them; a file that fails costs no report."""
+    shown: list[list[str]] = []
+
+    def show(*_: object) -> None:
+        shown.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr("optpipe.cli.tune._show", show)
+    flags = ("-o", "--problem-out", "--paste", "--paste-benchmark")
+    files = ("s.json", "p.json", "a.sh", "b.sh")
+    paths = [tmp_path / name for name in files]
+    options = chain.from_iterable(zip(flags, paths, strict=True))
+    assert optpipe(*SMALL, *options).code == 0
+    assert shown == [sorted(files)]
+    monkeypatch.setattr("optpipe.cli.console.write_file", failing)
+    assert optpipe(*SMALL, "--paste", tmp_path / "c.sh").code != 0
+    assert len(shown) == 2
+
+
+def failing(*_: object) -> None:
+    raise InputError("no space left on device; free some")
+
+
+def change_result(monkeypatch, **fields: Any) -> None:
+    """Give other values to these fields of every result of a search."""
+    search = optpipe_solver.tune.tune
+
+    def changed(*arguments: Any, **options: Any) -> TuneResult:
+        return replace(search(*arguments, **options), **fields)
+
+    monkeypatch.setattr("optpipe_solver.tune.tune", changed)
+
+
+def switch(row: Literal["best", "current"], step_ms: float) -> SwitchGain:
+    return SwitchGain(row=row, field="cuda_graphs", value=True, flag="", step_ms=step_ms,
+                      base_ms=1e4, gain=1 - step_ms / 1e4, missing_bytes=0)  # fmt: skip
+
+
+def test_switches_that_change_nothing_are_in_the_json_only(optpipe, monkeypatch) -> None:
+    """And two configurations with the same switches and times have one section."""
+    gains = [switch("best", 1e4 - 9), switch("current", 1e4 + 9)]
+    monkeypatch.setattr("optpipe_solver.tune.TuneResult.switches", gains)
+    assert "Switches" not in optpipe(*SMALL, *TODAY).out
+    assert len(json.loads(optpipe(*SMALL, *TODAY, "--json").out)["switches"]) == 2
+    gains = [switch("best", 9e3), switch("best", 1e4), switch("current", 9e3)]
+    monkeypatch.setattr("optpipe_solver.tune.TuneResult.switches", gains)
+    text = optpipe(*SMALL, *TODAY).out
+    assert text.count("Switches that are off") == 1
+    assert re.findall("  --cuda-graphs: .*", text) == [
+        "  --cuda-graphs: 9,000.0 ms instead of 10,000.0 ms (+10.0%)"
+    ]
+
+
+def test_the_report_says_which_rows_were_not_solved_and_why_a_limit_was_exceeded(
+    optpipe, monkeypatch
+) -> None:
+    counts = TuneCounts(total=3, do_not_fit=1, excluded=1, solved=1, open=0)
+    change_result(monkeypatch, counts=counts, seconds=21.4, first_s=18.6, stopped_by="time_limit")
+    said = " ".join(optpipe(*SMALL).out.split())
+    assert (
+        "Rows of configurations that were not solved (1 was) are simulated with the framework's "
+        "best published schedule, for comparison."
+    ) in said
+    certificate = "of 3 configurations 1 does not fit, 1 is excluded by its bound, 1 was solved; "
+    assert certificate in said
+    late = "(21 s, the time limit ended it; bounds and first schedules took 19 s)."
+    assert late in said
+    change_result(
+        monkeypatch, counts=replace(counts, solved=11), seconds=3.9, stopped_by="time_limit"
+    )
+    said = " ".join(optpipe(*SMALL).out.split())
+    assert "for comparison" not in said
+    assert "11 were solved" in said
+    assert "(4 s, the time limit ended it)." in said
+    change_result(monkeypatch, seconds=9.0, first_s=0.5, stopped_by="time_limit")
+    said = " ".join(optpipe(*SMALL).out.split())
+    assert "(9 s, the time limit ended it; the last simulations took longer)." in said
+
+
+def test_text_and_json_say_the_same_where_today_was_not_given(optpipe, monkeypatch) -> None:
+    verdict = json.loads(optpipe(*SMALL, "--json").out)["verdict"]
+    assert re.fullmatch(
+        r"[\d,.]+ ms per step; what you run \(current\) was not given, so no gain is known", verdict
+    )
+    assert " ".join(optpipe(*SMALL).out.split()).startswith(f"{verdict}. Step of the best")
+    change_result(monkeypatch, is_current_too_large=True)
+    verdict = json.loads(optpipe(*SMALL, "--json").out)["verdict"]
+    assert verdict.endswith("; what you run is too large to simulate, so no gain is known")
 
 
 FAKE_TORCHRUN = """#!/bin/bash

@@ -28,11 +28,39 @@ def test_why_it_offloads_in_words() -> None:
     ]
 
 
-def test_an_offload_without_need_is_named() -> None:
+def test_an_offload_that_is_not_needed_to_fit_says_what_it_is_for() -> None:
+    """It lowers the peak, or not; offloads that free nothing are given with the bytes they move."""
     given_problem, rows = offloading()
-    roomy = given_problem.model_copy(update={"devices": [bus()]})
+    roomy = given_problem.model_copy(update={"devices": [bus(memory_bytes=40_000_000)]})
     (text,) = texts(explain(roomy, rows), "offload")
-    assert "without need: if gpu0 keeps it, it still has" in text
+    assert text == (
+        "stage 0 offloads 1 of 3 micro-batches (9.5 MiB each, 10 ms away and 10 ms back), not "
+        "needed to fit: it lowers the peak of gpu0 (keeping it, 9.5 MiB would still be left)"
+    )
+    rows = programs("0F0 0F1 0F2 0B2 0B1 0OFFLOAD0 0RELEASE0 0RELOAD0 0B0")
+    (text,) = texts(explain(roomy, rows), "offload")
+    assert text == (
+        "stage 0 offloads 1 of 3 micro-batches (9.5 MiB each, 10 ms away and 10 ms back), not "
+        "needed to fit: it frees nothing, as gpu0 runs nothing between release and reload "
+        "(keeping it, 9.5 MiB would still be left)"
+    )
+    rows = programs("0F0 0OFFLOAD0 0RELEASE0 0F1 0B1 0RELOAD0 0F2 0B2 0B0")
+    (text,) = texts(explain(roomy, rows), "offload")
+    assert "not needed to fit: it does not lower the peak of gpu0 (keeping it, 19.1 MiB" in text
+
+
+def test_the_bubble_and_the_idle_time_are_reconciled() -> None:
+    """Recomputation is bubble and no idle time; without it both are equal, and nothing is said."""
+    recomputing = stage(recompute_ms=2, checkpoint_bytes=3)
+    explanation = explain(
+        problem([recomputing, stage(1)], m=2),
+        programs("0F0 0RECOMPUTE0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
+    )
+    assert (
+        "The bubble is 50.0%, the idle time 41.7%: the bubble also counts recomputation (8.3%)."
+    ) in texts(explanation, "idle")
+    explanation = explain(problem([stage(), stage(1)], m=2), one_f_one_b(2, 2))
+    assert "recomputation" not in " ".join(texts(explanation, "idle"))
 
 
 def test_one_of_two_that_is_not_needed_is_named() -> None:
@@ -41,9 +69,9 @@ def test_one_of_two_that_is_not_needed_is_named() -> None:
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELEASE0 0RELEASE1 0F2 0B2 0RELOAD1 0B1 0RELOAD0 0B0"
     )
     assert texts(explain(given_problem, rows), "offload")[1:] == [
-        "stage 0: micro-batch 0 is offloaded without need: gpu0 holds it all the same",
-        "stage 0: micro-batch 1 could be kept, but only instead of others that are offloaded "
-        "without need",
+        "stage 0: micro-batch 0 is offloaded, not needed to fit: gpu0 has the memory to keep it",
+        "stage 0: micro-batch 1 could be kept, but only instead of others that are offloaded and "
+        "not needed to fit",
     ]
 
 

@@ -212,8 +212,8 @@ def test_a_class_that_misses_its_aims_is_warned_of() -> None:
     """With both numbers; nothing is said where both aims are met."""
     warning = accuracy().warning
     error = ERRORS["dense, hopper, wide products"]
-    assert f"median {error.median:.1%} instead of at most 6%" in warning
-    assert f"worst {error.worst:.1%} instead of at most 20%" in warning
+    assert f"median error {error.median:.1%} (we aim at 6%)" in warning
+    assert f"worst error {error.worst:.1%} (we aim at 20%)" in warning
     good = replace(accuracy(), error=replace(error, median=0.05, worst=0.2))
     assert good.warning == ""
     assert log(accuracy().factors[0]) == pytest.approx(error.low)

@@ -16,6 +16,7 @@ from optpipe_solver.families.classic import build_gpipe
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.last_steps import (
     choose_robust,
+    keep_where_peaks_allow,
     lower_peaks,
     with_device_factors,
     with_free_share,
@@ -24,7 +25,7 @@ from optpipe_solver.last_steps import (
 from optpipe_solver.portfolio import FamilyStart
 from optpipe_solver.ranking import NoisyTimes, peak_shares
 from optpipe_solver.solve import record
-from tests.building import bus, problem, programs, stage
+from tests.building import UNIT, bus, offloadable, problem, programs, stage
 from tests.solver.starting import schedule_of
 from tests.strategies import Case, cases, few
 
@@ -79,6 +80,30 @@ def test_a_solve_of_v2_ends_with_low_peaks_and_one_of_v1_as_it_was() -> None:
     assert peak_shares(uneven_v(None), before.peak_bytes)[0] == 1.0
     assert peak_shares(uneven_v(), found.peak_bytes)[0] <= 0.4
     assert not any(", peaks" in entry.method for entry in before.provenance.trace)
+
+
+def test_a_result_has_the_peaks_before_the_last_step_if_it_lowered_them() -> None:
+    result = solve(uneven_v(), work_limit=1.0, time_limit_s=600)
+    assert result.schedule is not None
+    before = peak_shares(uneven_v(), result.peak_bytes_before)[0]
+    assert before > peak_shares(uneven_v(), result.schedule.peak_bytes)[0]
+    assert solve(uneven_v(None), work_limit=1.0, time_limit_s=600).peak_bytes_before == ()
+
+
+def test_offloads_that_lower_no_peak_are_kept_on_the_device() -> None:
+    """Micro-batch 1 comes back at once; micro-batch 0 is away at the peak."""
+    stages = [offloadable(f=30, i=30, w=30, layers=LAYERS)]
+    given = problem(stages, [bus(memory_bytes=30 * UNIT)], m=3)
+    both = "0F0 0OFFLOAD0 0F1 0RELEASE0 0OFFLOAD1 0F2 0B2 0RELEASE1 0RELOAD1 0B1 0RELOAD0 0B0"
+    best = Incumbent(given)
+    assert best.offer(programs(both), "search")
+    assert best.metrics is not None
+    before = best.metrics
+    keep_where_peaks_allow(best)
+    assert best.programs == programs("0F0 0OFFLOAD0 0F1 0RELEASE0 0F2 0B2 0B1 0RELOAD0 0B0")
+    assert best.metrics.peak_bytes == before.peak_bytes == (20 * UNIT,)
+    assert best.metrics.makespan_ms <= before.makespan_ms
+    assert best.method == "search"
 
 
 def test_a_search_goes_on_where_families_end(monkeypatch: pytest.MonkeyPatch) -> None:

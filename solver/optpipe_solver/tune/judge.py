@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import InputError
+from optpipe.formats.exports import layout_text
 from optpipe.planning import estimate, step_estimate
 from optpipe.planning.configuration import Configuration, train_command
 from optpipe.planning.estimate import SlicedCut
 from optpipe.planning.overlap import model_phases, most_hidden, with_pairs
-from optpipe.planning.step import RankMemory
+from optpipe.planning.step import RankMemory, even_sizes
 from optpipe.problem import placement_of
 from optpipe.units import ShortRepr
 from optpipe_solver.budget import Stop
@@ -62,7 +64,7 @@ LAYOUTS: tuple[Layout, ...] = ("balanced", "even")
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy", "paired-blocks"}), 300
 _PAIRED = frozenset({*PAIRED_PATTERNS, "paired-blocks"})
 _UNLIMITED = 2**50
-_ID_CHARS = 12
+_ID_CHARS, _MOST_LAYOUT = 12, 24
 _MOST_OF_V = 2
 """Chunks of a V that torchtitan places."""
 
@@ -115,8 +117,9 @@ class TuneRow(ShortRepr):
     def changes_from(self, other: TuneRow) -> tuple[str, ...]:
         """Return the changes from another row's configuration to this one.
 
-        Examples: ``TP 8 → 4``, ``+ recompute layernorm``, ``schedule 1f1b → interleaved``. The
-        layers of each stage are compared only if both have equally many stages.
+        Examples: ``TP 8 → 4``, ``+ recompute layernorm``, ``schedule 1f1b → interleaved``,
+        ``layers even → Et*2|(t|)*30L``. With another number of stages, layers are a change only if
+        a cut is not the even one of its framework.
         """
         old, new = other.configuration, self.configuration
         before, after = old.degrees, new.degrees
@@ -129,6 +132,9 @@ class TuneRow(ShortRepr):
         if len(old.sizes) == len(new.sizes) and old.sizes != new.sizes:
             lists = (",".join(map(str, one.sizes)) for one in (old, new))
             found.append(f"layers {' → '.join(lists)}")
+        elif len(old.sizes) != len(new.sizes) > 1:
+            texts = _layers_text(old), _layers_text(new)
+            found += [f"layers {' → '.join(texts)}"] * (set(texts) != {"even"})
         if other.method != self.method:
             found.append(f"schedule {other.method} → {self.method}")
         return tuple(found)
@@ -187,6 +193,20 @@ class TuneRow(ShortRepr):
                 for rank in self.memory
             ],
         }
+
+
+def _layers_text(configuration: Configuration) -> str:
+    """Return ``even``, the layers of each stage as ``Et*2|(t|)*30L``, or ``2 to 4 per stage``."""
+    shape, sizes = configuration.shape, configuration.sizes
+    if sizes == even_sizes(shape.num_layers, shape.mtp + 1, len(sizes)):
+        return "even"
+    stages = configuration.stages
+    numbers = [one.transformer for one in stages]
+    text = f"{min(numbers)} to {max(numbers)} per stage"
+    with suppress(InputError):  # Megatron-Core has no such cut
+        layout = layout_text(stages, configuration.pipeline.pp)
+        text = layout if len(layout) <= _MOST_LAYOUT else text
+    return text
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

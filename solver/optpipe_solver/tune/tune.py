@@ -179,6 +179,10 @@ class TuneResult:
         the search. None while it runs.
     looks
         The evaluations that another search for the same question need not repeat.
+    first_s
+        Seconds in which every configuration got a bound, and the first schedules were simulated.
+    is_current_too_large
+        Whether today's run was given, and is too large to simulate.
     not_modelled
         Options of today's script that no estimate counts (`Configuration.not_modelled`).
     scaling, minimum
@@ -196,6 +200,8 @@ class TuneResult:
     work: float = 0.0
     stopped_by: TuneEnd | None = None
     looks: Looks = NO_LOOKS
+    first_s: float = 0.0
+    is_current_too_large: bool = False
     not_modelled: tuple[str, ...] = ()
     scaling: tuple[ScalingRow, ...] = ()
     minimum: str = ""
@@ -278,7 +284,10 @@ class TuneResult:
         if best is None:
             return "no schedule that fits is known"
         if current is None:
-            return f"{fastest}; what you run was not given, or is too large to simulate"
+            why = "(current) was not given, so no gain is known"
+            if self.is_current_too_large:
+                why = "is too large to simulate, so no gain is known"
+            return f"{fastest}; what you run {why}"
         if self.gain is None:
             return "the search goes on and has found nothing faster than what you run"
         if self.gain <= 0:
@@ -333,11 +342,13 @@ class TuneResult:
         """The proven statement about all configurations, as a sentence."""
         counts = self.counts
         said = (
-            f"of {counts.total:,} configurations {counts.do_not_fit:,} do not fit, "
-            f"{counts.excluded:,} are excluded by their bounds, {counts.solved:,} were solved"
+            f"of {_numbered(counts.total, 'configuration', 'configurations')} "
+            f"{_numbered(counts.do_not_fit, 'does', 'do')} not fit, "
+            f"{_numbered(counts.excluded, *_EXCLUDED)}, "
+            f"{_numbered(counts.solved, 'was', 'were')} solved"
         )
         if counts.open:
-            said += f", {counts.open:,} are open"
+            said += f", {_numbered(counts.open, 'is', 'are')} open"
         if self.gap is None:
             return said
         return (
@@ -412,6 +423,13 @@ class TuneResult:
             "stopped_by": self.stopped_by,
             "seconds": self.seconds,
         }
+
+
+_EXCLUDED = "is excluded by its bound", "are excluded by their bounds"
+
+
+def _numbered(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
 
 
 _GIVEN = (
@@ -509,6 +527,7 @@ def tune(
     stop = Stop(time_limit_s, work=work_limit, threads=threads, seed=seed, should_stop=should_stop)
     search = _TuneSearch(question, stop, gap, on_progress or (lambda _: None))
     search.current = None if current is None else judge(question, current)
+    search.is_current_too_large = current is not None and search.current is None
     search.not_modelled = () if current is None else current.not_modelled
     search.on_result = on_result or search.on_result
     search.begin([] if start is None else [start], known)
@@ -614,7 +633,9 @@ class _TuneSearch:
         self.num_unfit = 0
         self.best: TuneRow | None = None
         self.current: TuneRow | None = None
+        self.is_current_too_large = False
         self.not_modelled: tuple[str, ...] = ()
+        self.first_s = 0.0
         self.known: list[TuneRow] = []
         self.told_s = 0.0
         self.last_told: TuneRow | None = None
@@ -681,7 +702,7 @@ class _TuneSearch:
         )
         new = [one for one in promising[:_SIMULATED_FIRST] if one.level < _Level.SIMULATED]
         self._work(_one_by_one(new), self._has_enough)
-        self.is_first = False
+        self.is_first, self.first_s = False, self.stop.seconds()
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
         is_next = self.stop.work is None or all(e.level <= _Level.SIMULATED for e in self.entries)
         if first is not None and first.row is not None and first.row is self.best and is_next:
@@ -985,6 +1006,8 @@ class _TuneSearch:
             question=self.question,
             rows=rows,
             current=self.current,
+            first_s=self.first_s,
+            is_current_too_large=self.is_current_too_large,
             not_modelled=self.not_modelled,
             bound_ms=bound_ms,
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),

@@ -152,11 +152,11 @@ def test_an_estimate_has_its_interval_unless_its_step_was_measured(http) -> None
     assert high == pytest.approx(error["high"] * step)
     assert (error["error_class"], error["num_rows"]) == ("dense, hopper, wide products", 67)
     assert error["text"].startswith("80% between ")
-    assert any("miss their aims" in note for note in view["notes"])
+    assert any("are less accurate than we want" in note for note in view["notes"])
     for change in ({"measured_step_s": 9.0}, {"gpu": "mi300x"}):
         view = http.post("/v1/estimates", json=body | change).json()
         assert (view["error"], view["interval_ms"]) == (None, None)
-        assert not any("miss their aims" in note for note in view["notes"])
+        assert not any("are less accurate than we want" in note for note in view["notes"])
 
 
 def test_an_estimate_of_fine_tuning_is_that_of_python(http) -> None:

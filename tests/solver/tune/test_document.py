@@ -200,6 +200,15 @@ def test_what_to_change_is_a_difference_of_two_rows() -> None:
     cut = row(tp=2, pp=2, layers=[18, 16])
     moved = replace(row(tp=2, pp=2, layers=[17, 17]), method=cut.method)
     assert moved.changes_from(cut) == ("layers 18,16 → 17,17",)
+    even = replace(row(tp=2, pp=4), method=cut.method)
+    uneven = ("PP 2 → 4", "DP 2 → 1", "layers Et*17|t*15L → even")
+    assert even.changes_from(cut) == uneven
+    assert even.changes_from(moved) == ("PP 2 → 4", "DP 2 → 1")
+    sizes = [4, 5, 3, 4, 5, 4, 5, 4]
+    long = replace(row(tp=1, pp=8, layers=sizes), method=cut.method)
+    assert long.changes_from(moved)[-1] == "layers even → 3 to 5 per stage"
+    flat = replace(row(tp=2, pp=1), method=cut.method)
+    assert flat.changes_from(cut) == ("PP 2 → 1", "DP 2 → 4")
 
 
 def test_a_measured_step_calibrates_every_time() -> None:

@@ -112,7 +112,7 @@ def mixed(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
 
 def _of_search(result: TuneResult) -> list[str]:
     """Return the notes without that of the class of the estimates."""
-    return [note for note in result.notes if "miss their aims" not in note]
+    return [note for note in result.notes if "are less accurate than we want" not in note]
 
 
 @pytest.mark.parametrize(
