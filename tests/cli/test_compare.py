@@ -167,7 +167,7 @@ def test_workload_gives_tokens_and_mfu(run, answering) -> None:
         (("--peak-tflops", 3), "give both or none"),
         (("--tflop-per-microbatch", 3), "give both or none"),
         (("--tokens-per-microbatch", 0), "--tokens-per-microbatch 0.0: must be > 0"),
-        (("--tokens-per-microbatch", "nan"), "nan: must be finite"),
+        (("--tokens-per-microbatch", "nan"), "'nan' must be a number"),
         (
             ("--tflop-per-microbatch", 1, "--peak-tflops", "inf"),
             "--peak-tflops inf: must be finite",
