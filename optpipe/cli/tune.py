@@ -386,8 +386,8 @@ def _print_switches(console: Console, result: TuneResult) -> None:
         printed.append(lines)
         console.print()
         console.print(
-            f"Switches that are off, each alone in {title} (simulated; tune with the option "
-            "searches the other settings with it):"
+            f"Switches that are off, each alone in {title} (simulated; run tune with the option "
+            "to search the other settings too):"
         )
         for line in lines:
             console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
