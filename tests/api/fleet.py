@@ -78,6 +78,7 @@ class Fleet:
         return int(self._zygote.stdout.readline())
 
     def kill(self, port: int, number: signal.Signals = signal.SIGKILL) -> None:
+        self.answers[port] = 0  # who looks before the next start must not kill it once more
         _kill(self.pids[port], number)
 
     def kill_solver(self, choice: random.Random) -> None:
