@@ -276,7 +276,7 @@ def _show(console: Console, result: TuneResult, limit_s: float, paste: Path | No
 
 
 def _comparison(num_solved: int) -> str:
-    """Return why the table has more rows than configurations were solved."""
+    """Return a sentence about rows of configurations that were not solved."""
     solved = "1 was" if num_solved == 1 else f"{num_solved:,} were"
     return (
         f"Rows of configurations that were not solved ({solved}) are simulated with the "

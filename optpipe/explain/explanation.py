@@ -487,7 +487,7 @@ def _sizes(problem: Problem, relief: StageRelief) -> str:
 
 
 def _use(problem: Problem, relief: StageRelief, peak_bytes: int) -> str:
-    """Return what cells are good for that the device has the memory to keep."""
+    """Return the use of offloads or recomputations that memory does not require."""
     device = problem.devices[relief.device]
     is_one = len(relief.reliefs) == 1
     left = f"{format_bytes(-relief.excess_bytes)} would still be left"

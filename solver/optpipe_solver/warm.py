@@ -202,7 +202,7 @@ def _compile_elsewhere() -> None:
 
 
 def _begun_before() -> str:
-    """Return since when kernels are compiled, if an earlier process began that."""
+    """Return how long ago an earlier process began to compile; empty if none did."""
     try:
         seconds = time.time() - _mark("begun").stat().st_mtime
     except FileNotFoundError:

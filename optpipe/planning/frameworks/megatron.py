@@ -394,8 +394,8 @@ def check_arguments_have(shape: ModelShape) -> None:
 def megatron_arguments(configuration: Configuration) -> list[str]:
     """Return Megatron-LM's command-line arguments, unquoted.
 
-    Model sizes are among them, so that they parse, and model settings that change no time (rotary
-    base, router losses) as far as `ModelShape.settings` has them. The list leaves out data,
+    They include model sizes, so that they parse. They also include the model settings of
+    `ModelShape.settings`, which change no time (rotary base, router losses). They leave out data,
     tokenizer, learning rates and checkpoints.
 
     Parameters

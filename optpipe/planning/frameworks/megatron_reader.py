@@ -191,8 +191,8 @@ def read_megatron(
 def count_launched_gpus(text: str) -> int | None:
     """Return the number of processes that torchrun starts in a script; None without torchrun.
 
-    Raises `InputError` if the number is unknown: a variable is not set in the text, torchrun is
-    started several times, or another launcher starts the processes.
+    Raises `InputError` if the number is unknown. Then a variable is not set in the text, torchrun
+    is started several times, or another launcher starts the processes.
     """
     code = _COMMENT.sub("", text.replace("\\\n", " "))
     if launcher := _NODE_LAUNCHER.search(code):
@@ -242,8 +242,8 @@ def _list_not_modelled(said: FrameworkSettings) -> Iterator[str]:
 def _settings_said(said: FrameworkSettings, found: Configuration) -> ModelSettings:
     """Return the settings of the model that pasted files repeat.
 
-    The text's take precedence over those of the model. Where a script describes the whole model, it
-    leaves the others at Megatron-LM's default.
+    Settings of the text take precedence over those of the model. If a script describes the whole
+    model, settings that it lacks stay at Megatron-LM's default.
     """
     shape = found.shape
     values = dict(shape.settings.values)
@@ -610,7 +610,7 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
 
 
 def _check_same(said: FrameworkSettings, names: list[str]) -> None:
-    """Refuse models of the catalogue of which estimates differ, and name what tells them apart."""
+    """Refuse catalogue models whose estimates differ, and name the sizes that tell them apart."""
     shapes = [replace(MODELS[name], name="", source="", left_out=()) for name in names]
     if all(shape == shapes[0] for shape in shapes):
         return

@@ -279,7 +279,7 @@ def _model_lines(
 
 
 class _NextToConfig(str):
-    """A path from the config's folder, which is written as an expression."""
+    """A path relative to the config's folder, written as a Python expression."""
 
     __slots__ = ()
 

@@ -126,9 +126,10 @@ def pipeline_llm(
 
 @contextmanager
 def splittable(part: nn.Module) -> Iterator[None]:
-    """Let W make the weight gradients of a part of torchtitan's model that is parallelized inside.
+    """Split the linear layers of a part of torchtitan's model that is parallelized inside.
 
-    `pipeline_llm` does so itself; a part that is only profiled needs it.
+    W then computes their weight gradients. `pipeline_llm` uses this itself. A part that is only
+    profiled needs it too, so that its profile has the W of a run.
     """
     from torchtitan.models.common import Linear
 
