@@ -62,7 +62,7 @@ def test_a_model_is_planned_and_comes_back(http) -> None:
 
 def test_every_incumbent_comes_with_its_own_problem(http) -> None:
     """While cuts change under the reader, what is drawn is of one piece."""
-    job = submit(http, "improve:4:0.15").json()
+    job = submit(http, "improve:4:1").json()
     path = f"/v1/jobs/{job['id']}"
     hashes = set()
     tag, state = "", "queued"
