@@ -757,7 +757,7 @@ class ModelOnGpus(Request):
         1.0, description="Divisor of the bandwidth between nodes."
     )
     memory_bytes: Annotated[
-        Annotated[int, Field(ge=1, le=10**15, strict=True)] | None,
+        Annotated[int, Field(ge=1, le=10**13, strict=True)] | None,
         Option(flag="--memory-gb", metavar="GB", scale=1e9),
     ] = Field(None, description="Memory per device, instead of the data sheet's.")
     measured_step_s: Annotated[Seconds | None, Option(metavar="S")] = Field(

@@ -65,10 +65,21 @@ class _ByTopic(TyperGroup):
             with formatter.section(heading):
                 formatter.write_dl(lines)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; the error of a command without arguments ends with an example."""
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            if example := ctx.meta.get(_EXAMPLE):
+                error.args = (f"{error}\nfor example: {example}",)
+            raise
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command; one with ``--fix`` takes ``--tp 4`` for ``--fix tp=4``."""
         name, command, rest = super().resolve_command(ctx, args)
-        known = {flag for one in getattr(command, "params", ()) for flag in one.opts}
+        known = _flags(command)
+        if not rest:
+            ctx.meta[_EXAMPLE] = _first_example(getattr(command, "help", None) or "")
         if "--fix" in known:
             rest = list(_with_fixed(rest, known))
         elif "--microbatches" in known and any(one.split("=")[0] == "--gbs" for one in rest):
@@ -77,6 +88,33 @@ class _ByTopic(TyperGroup):
                 "global batch divided by micro-batch and data-parallel replicas"
             )
         return name, command, rest
+
+
+class _OfService(TyperGroup):
+    """A group of commands that have the same options, such as ``--url``; the group has none."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse an option of the commands in front of the command."""
+        flag = args[0].partition("=")[0] if args else ""
+        if takers := [name for name, one in self.commands.items() if flag in _flags(one)]:
+            raise InputError(
+                f"{flag}: is an option of {', '.join(takers)}; give it after the command: optpipe "
+                f"{self.name} {takers[0]} {flag} ..."
+            )
+        return super().parse_args(ctx, args)
+
+
+_EXAMPLE = "optpipe.example"
+
+
+def _flags(command: Any) -> set[str]:
+    return {flag for one in command.params for flag in one.opts}
+
+
+def _first_example(help_text: str) -> str:
+    """Return the first example of a command's help, in one line; empty without one."""
+    example = help_text.partition("Examples:\n")[2].replace("\\\n", " ").partition("\n")[0]
+    return " ".join(example.split())
 
 
 def _with_fixed(arguments: list[str], known: set[str]) -> Iterator[str]:
@@ -108,7 +146,9 @@ def make_app() -> typer.Typer:
         for name, command in commands.items():
             app.command(name, rich_help_panel=heading)(command)
     for name, (about, commands) in GROUPS.items():
-        group = typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, help=about)
+        group = typer.Typer(
+            name=name, cls=_OfService, no_args_is_help=True, rich_markup_mode=None, help=about
+        )
         for word, command in commands.items():
             group.command(word)(command)
         app.add_typer(group)

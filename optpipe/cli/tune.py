@@ -176,6 +176,7 @@ def tune(
 
     \b
     Examples:
+      optpipe tune --model llama3-8b --gpu h100 --gpus 8 --sequence 8192
       optpipe tune --model llama3-70b --gpu h100 --gpus 64 --global-batch 128 --sequence 8192 \\
           --precision fp8 --framework megatron --current tp=4,pp=8,chunks=5,micro_batch=1 \\
           --paste arguments.sh

@@ -57,6 +57,30 @@ def test_help_of_every_command_has_an_example(optpipe, command: str) -> None:
     assert f"\n    optpipe {command}" in done.out
 
 
+def test_a_command_without_arguments_shows_its_first_example(optpipe) -> None:
+    done = optpipe("tune")
+    assert done.code == 2
+    example = "optpipe tune --model llama3-8b --gpu h100 --gpus 8 --sequence 8192"
+    assert f"error: --gpu: is missing; give it\nfor example: {example}\n" in done.err
+    assert "for example" not in optpipe("tune", "--gpus", "8").err
+
+
+@pytest.mark.parametrize(
+    ("words", "takers", "example"),
+    [
+        ("jobs --url http://a:1 list", "list, cancel, resume", "jobs list --url"),
+        ("jobs --state=queued list", "list", "jobs list --state"),
+        ("keys --database-url x list", "create, list, rotate, revoke", "keys create"),
+    ],
+)
+def test_an_option_in_front_of_its_command_is_sent_behind_it(
+    optpipe, words: str, takers: str, example: str
+) -> None:
+    done = optpipe(*words.split())
+    assert done.code == 2
+    assert f"is an option of {takers}; give it after the command: optpipe {example}" in done.err
+
+
 def test_help_explain_and_diff_load_neither_solver_nor_torch_nor_server(
     problem_file, csv_file
 ) -> None:
