@@ -45,6 +45,7 @@ from optpipe.errors import (
 from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.planning import (
+    MEGATRON,
     MODEL_TYPES,
     Hardware,
     TracedModel,
@@ -784,10 +785,11 @@ class ModelOnGpus(Request):
                 "give one of `model`, `config` and `trace`: a model of the catalogue, its "
                 "config.json, or its traced costs"
             )
-        if self.model is not None and self.costs_from == "trace":
+        has_code = self.model is None and (self.config or {}).get("model_type") != MEGATRON
+        if not has_code and self.costs_from == "trace":
             raise _field_error(
-                "`costs_from`: a model of the catalogue has formulas and no code; give `config`, "
-                "the model's config.json",
+                "`costs_from`: a model of the catalogue, or one with Megatron-Core's fields, has "
+                "formulas and no code; give `config`, the model's config.json",
                 value="trace",
             )
         if self.trace is not None and self.costs_from == "formula":
@@ -825,7 +827,7 @@ class ModelOnGpus(Request):
         try:
             return shape_from_config(json.dumps(self.config), self.name or "config")
         except InputError as error:
-            if self.costs_from == "formula" or kind not in MODEL_TYPES:
+            if self.costs_from == "formula" or kind == MEGATRON or kind not in MODEL_TYPES:
                 raise error.inside("/config") from None
             fix = FieldRef("costs_from", "trace")
             message = FieldError(f"{error}; or take the model's own code: ", fix)
@@ -1283,6 +1285,11 @@ class TuneRequest(ModelOnGpus):
         description="Current configuration as the text of Megatron arguments or YAML, or of a "
         "torchtitan config; instead of current.",
     )
+    vocab_size: Annotated[int, Field(ge=1, le=10**7, strict=True)] | None = Field(
+        None,
+        description="Vocabulary of the model, for current_file of a model that has no other "
+        "source and whose script leaves it to the tokenizer.",
+    )
     current_format: Literal["megatron", "torchtitan"] | None = Field(
         None, description="Format of current_file. By default it follows from framework and text."
     )
@@ -1305,6 +1312,12 @@ class TuneRequest(ModelOnGpus):
             raise _field_error(
                 "`current_file`: is of Megatron or torchtitan, which train no model that only a "
                 "trace describes; give `current`"
+            )
+        is_in_script = self.current_file is not None and not (self.model or self.config)
+        if self.vocab_size is not None and not is_in_script:
+            raise _field_error(
+                "`vocab_size` is of the model in `current_file`, without `model` and `config`; "
+                "leave one of them out"
             )
         return self
 
@@ -1356,7 +1369,7 @@ class TuneRequest(ModelOnGpus):
         request, num_gpus = self, self.total_gpus
         try:
             if self.model is None and self.config is None:
-                model, config = find_model_of(text)
+                model, config = find_model_of(text, self.vocab_size)
                 request = self.model_copy(update={"model": model, "config": config})
             today = read_megatron(
                 text,

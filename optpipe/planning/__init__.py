@@ -6,7 +6,13 @@ returns a problem to solve, a model to cut in other ways, and the time of a step
 
 from optpipe.planning.accelerators import GPUS, Efficiency, Hardware, find_gpu, find_gpus
 from optpipe.planning.benchmark_script import benchmark_script
-from optpipe.planning.catalogue import MODEL_TYPES, MODELS, find_model, shape_from_config
+from optpipe.planning.catalogue import (
+    MEGATRON,
+    MODEL_TYPES,
+    MODELS,
+    find_model,
+    shape_from_config,
+)
 from optpipe.planning.configuration import Configuration, train_command
 from optpipe.planning.estimate import Estimate, estimate
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_script, megatron_yaml
@@ -32,6 +38,7 @@ from optpipe.planning.traced_costs import shape_of_trace
 
 __all__ = [
     "GPUS",
+    "MEGATRON",
     "MODELS",
     "MODEL_TYPES",
     "Configuration",

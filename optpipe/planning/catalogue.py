@@ -18,9 +18,9 @@ from optpipe.model import MAX_LAYERS
 from optpipe.planning.shape import Experts, LatentAttention, ModelSettings, ModelShape, pick
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["MODELS", "MODEL_TYPES", "find_model", "shape_from_config"]
+__all__ = ["MEGATRON", "MODELS", "MODEL_TYPES", "find_model", "shape_from_config"]
 
 
 def _load_models() -> tuple[dict[str, ModelShape], dict[str, str]]:
@@ -183,6 +183,24 @@ class _Config:
             )
         return {"window": self.number(window, least=0) if every > 1 else 0, "full_every": every}
 
+    def word(self, name: str, default: str) -> str:
+        """Return a text."""
+        self._read.add(name)
+        value = self._data.get(name)
+        if not isinstance(value, str | None):
+            raise InputError(f"config: {name} = {value!r}: must be a text; correct it")
+        return default if value is None else value
+
+    def share(self, name: str, default: float) -> float:
+        """Return a number from 0 to 1."""
+        self._read.add(name)
+        value = self._data.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise InputError(f"config: {name} = {value!r}: must be from 0 to 1; correct it")
+        return value
+
     def renamed(self, old: str, new: str) -> None:
         """Read a field under its name in early files; values of both names must be equal."""
         if not self.given(old):
@@ -280,6 +298,11 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
     return ModelShape(name=name, source=source, settings=_settings(data), **fields)
 
 
+_CARRIED = (
+    "normalization", "add_bias_linear", "position_embedding_type", "attention_dropout",
+    "hidden_dropout", "add_qkv_bias", "qk_layernorm",
+)  # fmt: skip
+"""Fields of a config of Megatron-Core that pasted files repeat."""
 _SETTINGS = {
     "rms_norm_eps": "layernorm_epsilon",
     "layer_norm_epsilon": "layernorm_epsilon",
@@ -291,6 +314,8 @@ _SETTINGS = {
 
 def _settings(data: Mapping[str, Any]) -> ModelSettings:
     """Return the settings that pasted files repeat; transformers 5 nests those of RoPE."""
+    if data.get("model_type") == MEGATRON:
+        return ModelSettings(values={name: data[name] for name in _CARRIED if name in data})
     nested = data.get("rope_parameters")
     data = {**(nested if isinstance(nested, dict) else {}), **data}
     values = {}
@@ -301,14 +326,17 @@ def _settings(data: Mapping[str, Any]) -> ModelSettings:
     return ModelSettings(values=values)
 
 
-def _common(config: _Config) -> dict[str, Any]:
-    heads, layers = config.number("num_attention_heads"), config.number("num_hidden_layers")
+def _num_layers(config: _Config, name: str) -> int:
+    layers = config.number(name)
     if layers > MAX_LAYERS:
-        raise InputError(
-            f"config: num_hidden_layers = {layers}: must be at most {MAX_LAYERS}; correct it"
-        )
+        raise InputError(f"config: {name} = {layers}: must be at most {MAX_LAYERS}; correct it")
+    return layers
+
+
+def _common(config: _Config) -> dict[str, Any]:
+    heads = config.number("num_attention_heads")
     return {
-        "num_layers": layers,
+        "num_layers": _num_layers(config, "num_hidden_layers"),
         "hidden": config.number("hidden_size"),
         "num_heads": heads,
         "num_kv_heads": config.number("num_key_value_heads", heads),
@@ -455,6 +483,107 @@ def _gpt2(config: _Config) -> dict[str, Any]:
     }
 
 
+MEGATRON = "megatron"
+"""The ``model_type`` of a config with the fields of Megatron-Core's ``TransformerConfig``."""
+
+
+def _megatron(config: _Config) -> dict[str, Any]:
+    """Read fields of Megatron-Core, with the defaults of its ``TransformerConfig``."""
+    layers, hidden = _num_layers(config, "num_layers"), config.number("hidden_size")
+    heads = config.number("num_attention_heads")
+    ffn = config.number("ffn_hidden_size", 4 * hidden)
+    has_bias = config.flag("add_bias_linear", default=True)
+    has_qkv_bias = config.flag("add_qkv_bias", default=False)
+    has_dropout = [config.share(f"{name}_dropout", 0.1) > 0 for name in ("hidden", "attention")]
+    has_positions = config.word("position_embedding_type", _LEARNED) == _LEARNED
+    longest = config.number("max_position_embeddings", least=0) if has_positions else 0
+    fields: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden": hidden,
+        "num_heads": heads,
+        "num_kv_heads": config.number("num_query_groups", heads),
+        "ffn": ffn,
+        "vocab": config.number("vocab_size"),
+        "tied": config.flag("share_embeddings_and_output_weights", default=False),
+        "mlp": "swiglu" if config.flag("gated_linear_unit", default=False) else "gelu",
+        "bias": "all" if has_bias else "qkv" if has_qkv_bias else "none",
+        "positions": longest,
+        "dropout": any(has_dropout),
+        "sinks": config.word("softmax_type", "vanilla") == "learnable",
+        "mtp": config.number("mtp_num_layers", 0, least=0),
+    }
+    if config.word("normalization", "LayerNorm") == "LayerNorm" and not has_bias:
+        fields["left_out"] = ("the biases of its norms",)
+    if (window := config.listed("window_size")) is not None:
+        every = config.number("window_attn_skip_freq", layers + 1)
+        fields |= {"window": _left_window(window), "full_every": every}
+    has_norms = config.flag("qk_layernorm", default=False)
+    width = config.number("kv_channels") if config.given("kv_channels") else None
+    if config.flag("multi_latent_attention", default=False):
+        if has_bias:
+            raise InputError(
+                "config: add_bias_linear = true with multi_latent_attention: no estimate covers "
+                "these biases; switch them off (--disable-bias-linear)"
+            )
+        fields["latent"] = LatentAttention(
+            query_rank=config.number("q_lora_rank", 0, least=0) or None,
+            kv_rank=config.number("kv_lora_rank"),
+            nope=config.number("qk_head_dim", 128),
+            rope=config.number("qk_pos_emb_head_dim", 64),
+            value=config.number("v_head_dim", 128),
+        )
+    else:
+        fields |= {"head_width": width, "qk_norm": has_norms}
+    if config.given("num_moe_experts"):
+        groups = config.number("moe_router_num_groups", 1)
+        chosen = config.number("moe_router_group_topk", 1, least=0)
+        dense_layers, every = _expert_layers(config.listed("moe_layer_freq") or [1] * layers)
+        fields["experts"] = Experts(
+            num=config.number("num_moe_experts"),
+            active=config.number("moe_router_topk", 2),
+            ffn=config.number("moe_ffn_hidden_size", ffn),
+            shared_ffn=config.number("moe_shared_expert_intermediate_size", 0, least=0),
+            dense_layers=dense_layers,
+            every=every,
+            max_nodes=chosen if groups > chosen > 0 else 0,
+            bias=has_bias,
+        )
+        if has_bias:
+            fields["bias"] = "attention"
+            if dense_layers or every > 1 or fields["experts"].shared_ffn:
+                fields["left_out"] = ("the biases of its dense MLPs and shared experts",)
+    return fields
+
+
+_LEARNED = "learned_absolute"
+
+
+def _left_window(window: Sequence[Any]) -> int:
+    if len(window) != 2 or type(window[0]) is not int or window[0] < 0 or window[1] not in (0, -1):
+        raise InputError(
+            f"config: window_size = {window}: must be [tokens, 0], a window of earlier tokens; no "
+            "estimate covers another"
+        )
+    return window[0]
+
+
+def _expert_layers(freq: Sequence[Any]) -> tuple[int, int]:
+    """Return ``dense_layers`` and ``every`` of `Experts` for a 1 or 0 of each layer."""
+    first = freq.index(1) if 1 in freq else len(freq)
+    rest = freq[first + 1 :]
+    every = rest.index(1) + 1 if 1 in rest else 1
+    dense = first - every + 1
+    if dense < 0 or any(
+        kind != (index >= dense and (index - dense + 1) % every == 0)
+        for index, kind in enumerate(freq)
+    ):
+        raise InputError(
+            f"config: moe_layer_freq = {freq}: an estimate covers some dense layers, and then "
+            "experts in the last of every n layers; no estimate covers other patterns"
+        )
+    return dense, every
+
+
 _READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -475,6 +604,7 @@ _READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "kimi_k2": _deepseek,
     "llama4": _llama4,
     "llama4_text": _llama4,
+    MEGATRON: _megatron,
     "phi3": _mistral,
 }
 

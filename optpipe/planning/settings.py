@@ -286,7 +286,7 @@ def _listed(text: str) -> list[str]:
     text = text.strip("{} \t,")
     if text.count(")") > text.count("("):
         text = text.rstrip("),")
-    if not text.startswith(("[", "(")):
+    if not text.startswith(("[", "(")) or "*" in text:  # [0]*3+[1]*58 is one word
         return [_scalar(text)] if text else []
     inner = text.strip("()")
     if inner.startswith("[["):

@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of the MLP; every expert is a SwiGLU.
+    """A mixture of experts in place of the MLP; every expert has the matrices of `ModelShape.mlp`.
 
     Parameters
     ----------

@@ -141,6 +141,50 @@ def megatron_values(cases: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def megatron_parameters(configs: list[dict[str, Any]]) -> list[int]:
+    """Return the parameters of the GPT models that Megatron-Core builds of these fields."""
+    import torch.distributed as dist
+    from megatron.core.transformer import multi_latent_attention
+
+    from tests.runtime.trainers.megatron_shim import megatron_on_cpu
+
+    # Without Transformer Engine it is None, and not compared with.
+    vars(multi_latent_attention)["TELinear"] = type("TELinear", (), {})
+    with tempfile.NamedTemporaryFile() as file, contextlib.ExitStack() as stack:
+        dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        stack.enter_context(megatron_on_cpu(1, 1))
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(7)
+        return [sum(one.numel() for one in _gpt(config).parameters()) for config in configs]
+
+
+def _gpt(config: dict[str, Any]) -> Any:
+    import torch
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    class Attention(torch.nn.Module):
+        """Instead of one that takes the widths of latent attention only on GPUs."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+
+    kind = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
+    of_model = {name: config[name] for name in OF_THE_MODEL[1:4] if name in config}
+    known = {field.name for field in dataclasses.fields(kind)}
+    values = {name: value for name, value in config.items() if name in known}
+    built = kind(use_cpu_initialization=True, **values)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(built, use_transformer_engine=False)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Attention
+    mtp = None
+    if built.mtp_num_layers:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(built, spec, use_transformer_engine=False)
+    longest = config["max_position_embeddings"]
+    return GPTModel(built, spec, max_sequence_length=longest, mtp_block_spec=mtp, **of_model)
+
+
 def megatron_flags() -> dict[str, list[str]]:
     """Return the flags of fields whose metadata name them."""
     from megatron.core.transformer import TransformerConfig

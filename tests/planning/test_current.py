@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.scoreboard import published, read_run
 from optpipe.errors import InputError
-from optpipe.planning import Configuration, find_gpu, find_model
+from optpipe.planning import Configuration, find_gpu, find_model, shape_from_config
 from optpipe.planning.frameworks import megatron_reader
 from optpipe.planning.frameworks.megatron import megatron_arguments, megatron_yaml
 from optpipe.planning.frameworks.megatron_reader import (
@@ -22,9 +25,10 @@ from optpipe.planning.frameworks.megatron_reader import (
     read_megatron,
 )
 from optpipe.planning.frameworks.torchtitan import read_torchtitan, torchtitan_config
+from optpipe.planning.parameters import total_parameters
 from optpipe.planning.shape import Optimizer
 from optpipe.requests import TuneRequest
-from tests.planning.test_paste import run
+from tests.planning.test_paste import ROOT, run
 from tests.strategies import few
 
 SCRIPT = """
@@ -267,11 +271,96 @@ def test_heads_with_keys_of_their_own(options: str, wrong: str | None) -> None:
     name, config = find_model_of(text)
     assert name == (None if wrong else "llama3-8b")
     if config is not None:
-        assert config["num_key_value_heads"] == (1 if "--group" in options else 32)
+        assert config["num_query_groups"] == (1 if "--group" in options else 32)
     name, config = find_model_of(text.replace("--untie-embeddings-and-output-weights", ""))
     assert name is None
     assert config is not None
-    assert config["tie_word_embeddings"] is True
+    assert config["share_embeddings_and_output_weights"] is True
+
+
+SMALL = (
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 8 --vocab-size 200 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 "
+)
+GATED = f"{SMALL}--swiglu --normalization RMSNorm --position-embedding-type rope "
+LEAN = f"{GATED}--disable-bias-linear "
+LATENT = f"{LEAN}--multi-latent-attention --kv-lora-rank 16 --qk-layernorm "
+EXPERTS = f"{LEAN}--num-experts 4 --moe-token-dispatcher-type alltoall "
+OF_SCRIPTS = {
+    "GPT": (SMALL, 0),
+    "norms without biases": (f"{SMALL}--disable-bias-linear --ffn-hidden-size 100", -13 * 64),
+    "squared ReLU": (f"{SMALL}--squared-relu --kv-channels 16", 0),
+    "wide heads": (f"{LEAN}--kv-channels 16 --qk-layernorm --add-qkv-bias", 0),
+    "few keys": (
+        f"{LEAN}--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
+        0,
+    ),
+    "experts": (
+        f"{EXPERTS}--moe-router-topk 3 --moe-ffn-hidden-size 24 --moe-layer-freq ([0]*2+[1]*4) "
+        "--moe-shared-expert-intermediate-size 16",
+        0,
+    ),
+    "experts in each second layer": (f"{EXPERTS}--moe-layer-freq ([0,1]*3)", 0),
+    "experts with biases": (f"{GATED}--num-experts 4 --moe-layer-freq 1", 0),
+    "latent attention": (f"{LATENT}--qk-head-dim 8 --v-head-dim 8 --q-lora-rank 24", 0),
+    "latent attention, experts, MTP": (f"{LATENT}--num-experts 4 --mtp-num-layers 1", 0),
+}
+
+
+def test_the_model_of_a_script_has_the_parameters_that_megatron_core_gives_it() -> None:
+    """Its config is of Megatron-Core's fields, and an estimate's shape is made of the config."""
+    configs, counts = [], []
+    for text, _ in OF_SCRIPTS.values():
+        name, config = find_model_of(text)
+        assert name is None
+        configs.append(config)
+        counts.append(total_parameters(shape_from_config(json.dumps(config))))
+    calls = [{"call": "megatron_parameters", "with": {"configs": configs}}]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.planning.frameworks"],
+        input=json.dumps(calls), capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (built,) = json.loads(done.stdout)
+    differences = dict(zip(OF_SCRIPTS, map(int.__sub__, counts, built), strict=True))
+    assert differences == {name: difference for name, (_, difference) in OF_SCRIPTS.items()}
+
+
+def test_a_script_of_any_such_model_is_tuned_and_pasted_as_it_is() -> None:
+    """The pasted file is read as the same model."""
+    for text, _ in OF_SCRIPTS.values():
+        request = TuneRequest(gpu="h100", num_gpus=8, current_file=text).complete()
+        today = read_megatron(text, request.shape, find_gpu("h100"), 8)
+        pasted = " ".join(megatron_arguments(today))
+        shape = TuneRequest(gpu="h100", num_gpus=8, current_file=pasted).complete().shape
+        assert shape == replace(request.shape, head_width=shape.head_width)
+        assert shape.width == request.shape.width
+
+
+def test_a_vocabulary_that_only_the_tokenizer_has_is_given_with_the_request() -> None:
+    text = EXPERTS.replace("--vocab-size 200", "--tokenizer-type HuggingFaceTokenizer")
+    with pytest.raises(InputError, match="vocab_size is missing, because the tokenizer has it"):
+        TuneRequest(gpu="h100", num_gpus=8, current_file=text).complete()
+    request = TuneRequest(gpu="h100", num_gpus=8, current_file=text, vocab_size=1000).complete()
+    assert request.shape.vocab == 1000
+    with pytest.raises(ValueError, match=r"vocab_size.*is of the model in.*current_file"):
+        TuneRequest(gpu="h100", num_gpus=8, model="llama3-8b", current_file=text, vocab_size=1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ("--hybrid-layer-pattern M-M*", "hybrid_layer_pattern: .* several architectures"),
+        ("--num-experts 4 --moe-layer-freq 2", r"moe_layer_freq = \[1, 0, .*no estimate covers"),
+        ("--num-experts 4 --moe-layer-freq [1]*5", "has 5 layers, and num_layers is 6; correct"),
+        ("--num-experts 4 --moe-layer-freq often", "often: must be a number, or like"),
+        ("--window-size 8,8", r"window_size = \[8, 8\]: must be \[tokens, 0\]"),
+    ],
+)
+def test_a_script_of_a_model_without_a_formula_is_refused(options: str, wrong: str) -> None:
+    text = f"{LEAN}{options}"
+    with pytest.raises(InputError, match=wrong):
+        _ = TuneRequest(gpu="h100", num_gpus=8, current_file=text).complete().shape
 
 
 GPT3 = (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, get_args
 
 from optpipe.errors import InputError
 from optpipe.formats.exports import layout_text, read_layout
-from optpipe.planning.catalogue import MODELS
+from optpipe.planning.catalogue import MEGATRON, MODELS
 from optpipe.planning.configuration import Configuration
 from optpipe.planning.frameworks.megatron import (
     ATTENTION_BACKENDS,
@@ -564,11 +564,15 @@ def _check_text(said: FrameworkSettings) -> None:
             raise InputError(rule.sentence.format_map(defaultdict(lambda: "none", values)))
 
 
-def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
+def find_model_of(
+    text: str, vocab_size: int | None = None
+) -> tuple[str | None, dict[str, Any] | None]:
     """Return the model that a text trains: its name in the catalogue, or a ``config.json``.
 
-    A config is made for dense models with RMSNorm and SwiGLU. Raises `InputError` if the text lacks
-    sizes, or they are those of another kind of model that the catalogue does not have.
+    ``vocab_size``: for a text without it, because the tokenizer has it.
+
+    The config has the fields of Megatron-Core. Raises `InputError` if the text lacks sizes, or they
+    are those of a kind of model that no formula covers.
     """
     said = read_settings(text, _READ_AS)
     if not said.has("num_layers") or not said.has("hidden_size"):
@@ -576,7 +580,7 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
             "num_layers and hidden_size are not in the text, so it does not say which model it "
             "trains; give model or config"
         )
-    vocab = said.integer("vocab_size", 0)
+    vocab = said.integer("vocab_size", vocab_size or 0)
     is_gated = _is_gated(said)
     names = [
         name
@@ -591,22 +595,111 @@ def find_model_of(text: str) -> tuple[str | None, dict[str, Any] | None]:
     if names:
         _check_same(said, names)
         return names[0], None
-    if said.has("num_moe_experts") or said.flag("multi_latent_attention") or not is_gated:
+    return None, _config_said(said, vocab)
+
+
+_OF_CONFIG = {
+    "num_layers": (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+        "kv_channels", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+        "position_embedding_type", "share_embeddings_and_output_weights", "attention_dropout",
+        "hidden_dropout", "gated_linear_unit", "softmax_type", "mtp_num_layers",
+    ),
+    "window_size": ("window_attn_skip_freq",),
+    "multi_latent_attention": (
+        "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+        "qk_pos_emb_head_dim", "v_head_dim",
+    ),
+    "num_moe_experts": (
+        "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_num_groups",
+        "moe_shared_expert_intermediate_size", "moe_router_group_topk",
+    ),
+}  # fmt: skip
+"""Fields of Megatron-Core that decide the shape of a model, by the field without which they do not.
+"""
+_OTHER_MODELS = {
+    "hybrid_override_pattern": "layers of several architectures",
+    "hybrid_layer_pattern": "layers of several architectures",
+    "is_hybrid_model": "layers of several architectures",
+    "experimental_attention_variant": "another attention",
+    "linear_attention_freq": "linear attention",
+    "attention_output_gate": "a gate behind attention",
+    "moe_latent_size": "experts of a compressed state",
+    "heterogeneous_block_specs": "layers of several sizes",
+    "heterogeneous_layers_config_path": "layers of several sizes",
+    "encoder_num_layers": "an encoder",
+}
+"""Options of models that no formula covers, and what these models have."""
+
+
+def _config_said(said: FrameworkSettings, vocab_size: int) -> dict[str, Any]:
+    """Return a config with the fields of Megatron-Core that a text has.
+
+    Raises `InputError` if no formula covers the model, or ``vocab_size`` is 0.
+    """
+    for name, what in _OTHER_MODELS.items():
+        if said.has(name):
+            raise InputError(
+                f"{name}: the model has {what}, which no formula covers; give config, whose costs "
+                "come from a trace of its code, or leave the script out"
+            )
+    if not vocab_size:
         raise InputError(
-            "the sizes in the text are those of no model of the catalogue, and a config is made of "
-            "them for dense models with SwiGLU only; give config"
+            "the sizes in the text are those of no model of the catalogue, and vocab_size is "
+            "missing, because the tokenizer has it; give vocab_size (--vocab-size)"
         )
-    heads = said.degree("num_attention_heads", None)
-    return None, {
-        "model_type": "llama",
-        "num_hidden_layers": said.degree("num_layers", None),
-        "hidden_size": said.degree("hidden_size", None),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _size_said(said, "num_query_groups", heads),
-        "intermediate_size": said.degree("ffn_hidden_size", None),
-        "vocab_size": said.degree("vocab_size", None),
-        "tie_word_embeddings": not said.flag(_UNTIED),
+    fields = {one for name, group in _OF_CONFIG.items() if said.has(name) for one in group}
+    values = {
+        option.field: value
+        for option in OPTIONS
+        if option.field in fields and (value := _value_said(said, option)) is not None
     }
+    hidden, layers = said.degree("hidden_size", None), said.degree("num_layers", None)
+    longest = said.integer("max_position_embeddings", said.integer("seq_length", 0))
+    values["max_position_embeddings"] = longest
+    if said.is_arguments:
+        ungated = 4 * hidden
+        default = 2 * ungated // 3 // 64 * 64 if said.flag("gated_linear_unit") else ungated
+        values.setdefault("ffn_hidden_size", default)
+        values.setdefault("share_embeddings_and_output_weights", True)
+        if "kv_lora_rank" in fields:
+            values.setdefault("q_lora_rank", None)
+            values.setdefault("kv_lora_rank", 32)
+        heads = said.degree("num_attention_heads", None)
+        values["num_query_groups"] = _size_said(said, "num_query_groups", heads)
+    if _is_gated(said):
+        values["gated_linear_unit"] = True
+    if said.has("num_moe_experts"):
+        values["moe_layer_freq"] = _expert_layers_said(said, layers)
+    if said.has("window_size"):
+        words = re.findall(r"-?\d+", " ".join(said.words("window_size")))
+        values["window_size"] = list(map(int, words))
+    return {"model_type": MEGATRON} | values | {"vocab_size": vocab_size}
+
+
+_REPEATED = re.compile(r"\[([01, ]*)\](?:\*(\d+))?")
+
+
+def _expert_layers_said(said: FrameworkSettings, layers: int) -> list[int]:
+    """Return a 1 for each layer with experts and a 0 for others, in the order of the layers."""
+    name = "moe_layer_freq"
+    words = said.words(name) or ["1"]
+    text = " ".join(words).replace(" ", "")
+    if text.isdecimal() and len(words) == 1:
+        every = said.degree(name, 1)
+        return [int(index % every == 0) for index in range(layers)]
+    if len(words) > 1 and set(words) <= {"0", "1"}:
+        found = list(map(int, words))
+    elif _REPEATED.sub("", text).strip("()+"):
+        raise InputError(f"{name} = {text}: must be a number, or like [0]*3+[1]*58; correct it")
+    else:
+        parts = ((part[1].split(","), int(part[2] or 1)) for part in _REPEATED.finditer(text))
+        found = [int(kind) for kinds, times in parts for kind in kinds * times if kind]
+    if len(found) != layers:
+        raise InputError(
+            f"{name} = {text}: has {len(found)} layers, and num_layers is {layers}; correct one"
+        )
+    return found
 
 
 def _check_same(said: FrameworkSettings, names: list[str]) -> None:
@@ -1049,7 +1142,8 @@ def _recompute_said(said: FrameworkSettings, shape: ModelShape, pp: int) -> froz
     if said.flag("recompute_activations"):
         granularity = "selective"
     if granularity == "selective":
-        return frozenset(said.words("recompute_modules") or ["core_attn"])
+        modules = " ".join(said.words("recompute_modules")).strip("[]").replace(",", " ")
+        return frozenset(modules.split() or ["core_attn"])
     if granularity != "full":
         return frozenset()
     method, n = said.word("recompute_method", "uniform"), said.integer("recompute_num_layers", 1)
