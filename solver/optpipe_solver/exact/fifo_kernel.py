@@ -472,8 +472,8 @@ def rate_of(
 
     A lower rate is more promising. It sums the times at which each device has run all its pieces,
     which measures idle time so far, and the `_urgency` of other bounds. Those are the end of the
-    next F, gradient and W of every stage plus the work that must follow them. ``loads`` is that of
-    the state before.
+    next F, gradient and W of every stage plus the work that must follow them. With l the mean time
+    of a pass, a bound b adds l exp(-(horizon - b) / (5 l)). ``loads`` is that of the state before.
     """
     total = _loads(line, new, loads, what)
     forwards = _forwards(line, new, loads) if total >= 0 else -1.0

@@ -8,7 +8,8 @@ backward. Copies of a device are *counted*, or known *by cell* (``by_cell``):
 
 * Counted, all have one size. An OFFLOAD follows its F immediately, and is no event. The state has
   the number of copies to come and of RELOADs on their way, and when the lane is free.
-* By cell, each copy is an event, and a state has the end of the last one of every cell.
+* By cell, each copy is an event, and a state has the end of the last one of every cell. With
+  offload or recompute this meets more states, and each takes longer. So counted copies stay.
 """
 
 from __future__ import annotations
