@@ -236,12 +236,19 @@ def test_five_questions_lead_to_a_schedule_next_to_what_is_run(visit: Visit, url
     page.fill("#ask [name=current_tp]", "")
     page.fill("#ask [name=current_pp]", "")
     page.click("#ask summary >> text=paste your configuration")
-    page.fill("#ask [name=current_file]", arguments)
+    changed = arguments.replace("--ffn-hidden-size", "--no-such-size").replace("--vocab-size", "#")
+    page.fill("#ask [name=current_file]", changed)
+    page.select_option("#ask [name=model]", "")
+    page.click("#ask-button")
+    page.wait_for_selector("#fault:has-text('vocab_size is missing')")
+    page.fill("#ask [name=vocab_size]", "50000")
     page.click("#ask-button")
     page.wait_for_selector(f"#job:not([data-id='{job_id}'])")
     page.wait_for_selector("#job[data-state=succeeded]")
     again = page.get_attribute("#job", "data-id")
-    assert "current_file" in httpx.get(f"{url}/v1/jobs/{again}/question").json()
+    question = httpx.get(f"{url}/v1/jobs/{again}/question").json()
+    assert question["current_file"] == changed
+    assert question["config"]["vocab_size"] == 50000
 
 
 def test_an_error_of_a_field_opens_marks_and_focuses_it(visit: Visit) -> None:

@@ -19,6 +19,7 @@ export const QUESTIONS = {
     ["framework", "Framework", { start: "megatron", texts: FRAMEWORKS }],
     ["precision", "Precision"],
   ],
+  file: [["vocab_size", "Vocabulary, if its model has no other name and only the tokenizer has it"]],
   step: [["measured_step_s", "Measured step, s", { placeholder: "estimated" }]],
   more: [
     ["network", "Between nodes", { texts: { "": "as the GPU's" },
@@ -53,7 +54,9 @@ export class StartView {
   }
 
   async open(host) {
-    const { fields, choices } = await catalogue();
+    const { fields, choices: known } = await catalogue();
+    const models = { choices: ["", ...known.model.choices], texts: { "": "the one of the file pasted below" } };
+    const choices = { ...known, model: models };
     this.fields = fields;
     const part = (name) => controls(fields.tune, QUESTIONS[name], choices);
     const question = (number, title, ...parts) => el("fieldset", {},
@@ -77,7 +80,7 @@ export class StartView {
       el("details", {}, el("summary", {}, "More degrees, or paste your configuration"),
         el("div", { class: "fields four" }, controls(fields.current, CURRENT.more)),
         el("label", { class: "wide" }, "Megatron arguments or YAML, or a torchtitan config",
-          el("textarea", { name: "current_file", rows: 5, spellcheck: "false" }))),
+          el("textarea", { name: "current_file", rows: 5, spellcheck: "false" })), part("file")),
       el("div", { class: "fields" }, part("step")),
       el("p", { class: "hint" }, "The gain is over this configuration. Without it, the answer has no gain.")),
     el("details", { class: "more" }, el("summary", {}, "More: network, memory, switches, time"),
