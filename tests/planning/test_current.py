@@ -337,6 +337,30 @@ def test_a_script_of_any_such_model_is_tuned_and_pasted_as_it_is() -> None:
         assert shape.width == request.shape.width
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        ("--moe-router-topk 6", "--moe-router-topk 4", "moe_router_topk = 4: 'moonlight.*' has 6"),
+        ("[0]*1+[1]*26", "[0]*3+[1]*24", "moe_layer_freq = .*: 'moonlight.*' has experts in other"),
+        ("--moe-layer-freq ([0]*1+[1]*26)", "", "moe_layer_freq: is missing.*layers without exp"),
+        ("--moe-shared-expert-intermediate-size 2816", "", "is missing, .* has shared experts"),
+        ("--kv-lora-rank 512", "--kv-lora-rank 256", "kv_lora_rank = 256: 'moonlight.*' has 512"),
+    ],
+)
+def test_a_script_of_a_variant_is_not_taken_for_its_model(old: str, new: str, wrong: str) -> None:
+    """Without a name it is estimated as it is; under the name of the model it is refused."""
+    text = " ".join(megatron_arguments(run("moonlight-16b-a3b")))
+    text = text.replace("[0]*1+[1]*26", "([0]*1+[1]*26)")
+    assert find_model_of(text)[0] == "moonlight-16b-a3b"
+    assert old in text
+    changed = text.replace(old, new)
+    name, config = find_model_of(changed)
+    assert name is None
+    assert config is not None
+    with pytest.raises(InputError, match=wrong):
+        megatron(changed, "moonlight-16b-a3b")
+
+
 def test_a_vocabulary_that_only_the_tokenizer_has_is_given_with_the_request() -> None:
     text = EXPERTS.replace("--vocab-size 200", "--tokenizer-type HuggingFaceTokenizer")
     with pytest.raises(InputError, match="vocab_size is missing, because the tokenizer has it"):

@@ -581,16 +581,16 @@ def find_model_of(
             "trains; give model or config"
         )
     vocab = said.integer("vocab_size", vocab_size or 0)
-    is_gated = _is_gated(said)
+    switches = {"num_experts", "multi_latent_attention", "swiglu"}
+    if said.is_arguments:
+        switches |= {_SHARED, _LAYER_FREQ, _UNTIED}
     names = [
         name
         for name, shape in MODELS.items()
         if all(_size_said(said, field, own) == own for field, own in _sizes_of(shape))
         and vocab in (0, shape.vocab)
-        and (shape.mlp == "swiglu") == is_gated
-        and (shape.experts is not None) == said.has("num_moe_experts")
-        and (shape.latent is not None) == said.flag("multi_latent_attention")
-        and (_is_special(shape) or not said.is_arguments or shape.tied != said.flag(_UNTIED))
+        and all(one.is_on == one.is_own for one in _switches(said, shape) if one.name in switches)
+        and _has_its_experts(said, shape)
     ]
     if names:
         _check_same(said, names)
@@ -640,8 +640,8 @@ def _config_said(said: FrameworkSettings, vocab_size: int) -> dict[str, Any]:
     for name, what in _OTHER_MODELS.items():
         if said.has(name):
             raise InputError(
-                f"{name}: the model has {what}, which no formula covers; give config, whose costs "
-                "come from a trace of its code, or leave the script out"
+                f"{name}: the model has {what}, which no formula covers; give its config.json, and "
+                "degrees (tp=4,pp=8) instead of the script"
             )
     if not vocab_size:
         raise InputError(
@@ -670,19 +670,21 @@ def _config_said(said: FrameworkSettings, vocab_size: int) -> dict[str, Any]:
     if _is_gated(said):
         values["gated_linear_unit"] = True
     if said.has("num_moe_experts"):
-        values["moe_layer_freq"] = _expert_layers_said(said, layers)
+        values[_LAYER_FREQ] = _expert_layers_said(said, layers)
     if said.has("window_size"):
         words = re.findall(r"-?\d+", " ".join(said.words("window_size")))
         values["window_size"] = list(map(int, words))
     return {"model_type": MEGATRON} | values | {"vocab_size": vocab_size}
 
 
+_SHARED: Final = "moe_shared_expert_intermediate_size"
+_LAYER_FREQ: Final = "moe_layer_freq"
 _REPEATED = re.compile(r"\[([01, ]*)\](?:\*(\d+))?")
 
 
 def _expert_layers_said(said: FrameworkSettings, layers: int) -> list[int]:
     """Return a 1 for each layer with experts and a 0 for others, in the order of the layers."""
-    name = "moe_layer_freq"
+    name = _LAYER_FREQ
     words = said.words(name) or ["1"]
     text = " ".join(words).replace(" ", "")
     if text.isdecimal() and len(words) == 1:
@@ -700,6 +702,14 @@ def _expert_layers_said(said: FrameworkSettings, layers: int) -> list[int]:
             f"{name} = {text}: has {len(found)} layers, and num_layers is {layers}; correct one"
         )
     return found
+
+
+def _has_its_experts(said: FrameworkSettings, shape: ModelShape) -> bool:
+    """Whether a text gives experts to the layers that have them in a model, if it says which."""
+    if shape.experts is None or not said.has(_LAYER_FREQ):
+        return True
+    kinds = [int(kind.is_moe) for kind in shape.layer_kinds]
+    return _expert_layers_said(said, shape.num_layers) == kinds
 
 
 def _check_same(said: FrameworkSettings, names: list[str]) -> None:
@@ -729,12 +739,24 @@ def _sizes_of(shape: ModelShape) -> list[tuple[str, int]]:
         ("num_attention_heads", shape.num_heads),
         ("num_moe_experts", experts),
     ]
-    if shape.experts is None:
+    if not all(kind.is_moe for kind in shape.layer_kinds):
         sizes.append(("ffn_hidden_size", shape.ffn))
-    else:
-        sizes.append(("moe_ffn_hidden_size", shape.experts.ffn))
+    if shape.experts is not None:
+        sizes += [
+            ("moe_ffn_hidden_size", shape.experts.ffn),
+            ("moe_router_topk", shape.experts.active),
+            ("moe_shared_expert_intermediate_size", shape.experts.shared_ffn),
+        ]
     if shape.latent is None:
         sizes += [("kv_channels", shape.width), ("num_query_groups", shape.num_kv_heads)]
+    else:
+        sizes += [
+            ("q_lora_rank", shape.latent.query_rank or 0),
+            ("kv_lora_rank", shape.latent.kv_rank),
+            ("qk_head_dim", shape.latent.nope),
+            ("qk_pos_emb_head_dim", shape.latent.rope),
+            ("v_head_dim", shape.latent.value),
+        ]
     return sizes
 
 
@@ -762,20 +784,32 @@ def _is_gated(said: FrameworkSettings) -> bool:
     return said.flag("gated_linear_unit") or said.flag("quick_geglu")
 
 
-def _is_special(shape: ModelShape) -> bool:
-    """Whether a script has too few sizes to make a config of such a model."""
-    return shape.experts is not None or shape.latent is not None
+class _Switch(NamedTuple):
+    """An argument that makes a model another one: whether a text and a model have it."""
+
+    name: str
+    is_on: bool
+    is_own: bool
+    what: str
+
+
+def _switches(said: FrameworkSettings, shape: ModelShape) -> Iterator[_Switch]:
+    experts = shape.experts
+    yield _Switch("num_experts", said.has("num_moe_experts"), experts is not None, "experts")
+    is_latent = said.flag("multi_latent_attention")
+    yield _Switch("multi_latent_attention", is_latent, shape.latent is not None, "latent attention")
+    yield _Switch("swiglu", _is_gated(said), shape.mlp == "swiglu", "an MLP with a gate")
+    yield _Switch(_UNTIED, said.flag(_UNTIED), not shape.tied, "a head with weights of its own")
+    if experts is not None:
+        yield _Switch(_SHARED, said.has(_SHARED), experts.shared_ffn > 0, "shared experts")
+        has_dense = not all(kind.is_moe for kind in shape.layer_kinds)
+        is_on = said.has(_LAYER_FREQ) and has_dense
+        yield _Switch(_LAYER_FREQ, is_on, has_dense, "layers without experts")
 
 
 def _check_switches(said: FrameworkSettings, shape: ModelShape, *, has_branches: bool) -> None:
     """Refuse arguments that describe a model without the switches that make it this one."""
-    for name, is_on, is_own, what in (
-        ("num_experts", said.has("num_moe_experts"), shape.experts is not None, "experts"),
-        ("multi_latent_attention", said.flag("multi_latent_attention"),
-         shape.latent is not None, "latent attention"),
-        ("swiglu", _is_gated(said), shape.mlp == "swiglu", "an MLP with a gate"),
-        (_UNTIED, said.flag(_UNTIED), not shape.tied, "a head with weights of its own"),
-    ):  # fmt: skip
+    for name, is_on, is_own, what in _switches(said, shape):
         # A switch inside of a branch may not apply.
         if is_on == is_own or (is_on and has_branches):
             continue
@@ -803,6 +837,11 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape, text: str) -> ModelS
                 f"{name} = {value}: {shape.name!r} has {own}; correct it, or name the model that "
                 "the text trains"
             )
+    if not _has_its_experts(said, shape):
+        raise InputError(
+            f"{_LAYER_FREQ} = {' '.join(said.words(_LAYER_FREQ))}: {shape.name!r} has experts in "
+            "other layers; correct it, or name the model that the text trains"
+        )
     if _is_whole(said):
         has_branches = re.search(r"\b(else|elif|esac)\b", text) is not None
         _check_switches(said, shape, has_branches=has_branches)
