@@ -273,11 +273,13 @@ class SlicedCut(NamedTuple):
     slices: int
     memory_bytes: int | Sequence[int] | None
     modes: int = 0
+    keeps: bool = False
 
     def problem(self, whole: Problem) -> Problem:
         """Return a problem whose micro-batches are slices, each of a cost of its own.
 
-        A menu has what is best for a slice in the middle.
+        A menu has what is best for a slice in the middle. If it ``keeps``, slices are neither
+        offloaded nor recomputed, as in our runtime.
         """
         machines = [
             tuple(
@@ -300,6 +302,10 @@ class SlicedCut(NamedTuple):
                     most=self.modes,
                     chosen_on=machines[self.slices // 2],
                 )
+            if self.keeps:
+                less = {"offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
+                stages = tuple(stage.model_copy(update=less) for stage in cut.stages)
+                cut = cut.model_copy(update={"stages": stages})
             cuts.append(cut)
         first, *others = cuts
         rows = zip(*(one.stages for one in others), strict=True)

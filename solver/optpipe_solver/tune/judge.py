@@ -486,7 +486,7 @@ class ConfigurationJudge:
         machines = tuple(question.machine(self.training, one) for one in self.ranks)
         if cut.slices > 1:
             memory = tuple(map(question.usable_bytes_of, self.ranks))
-            sliced = SlicedCut(question.shape, machines, sizes, cut.slices, memory)
+            sliced = SlicedCut(question.shape, machines, sizes, cut.slices, memory, keeps=True)
             problem = sliced.problem(problem)
         return with_pairs(question.shape, machines, problem, sizes) if cut.pairs else problem
 

@@ -171,6 +171,20 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
     assert counts.total == counts.do_not_fit + counts.excluded + counts.solved + counts.open
 
 
+def test_slices_are_kept_as_the_runtime_keeps_them() -> None:
+    """It refuses a schedule that offloads or recomputes one."""
+    fixed = {"tp": 1, "cp": 1, "pp": 2, "dp": 1, "micro_batch": 1, "chunks": 1, "slices": 4}
+    training = Training(sequence=32_768)
+    question = asked(framework="any", num_gpus=2, global_batch=4, training=training, fixed=fixed)
+    judged = judge_of(question, next(iter(candidates(question))))
+    row = judged.by_families(judged.sizes("balanced"))
+    assert row is not None
+    data = json.loads(row.problem.model_dump_json(by_alias=True))
+    costs = [cost for stage in data["stages"] for cost in stage["costs"]]
+    assert len(costs) == 8
+    assert {mode["name"] for cost in costs for mode in cost["modes"]} == {"keep"}
+
+
 @pytest.mark.extended
 def test_long_sequences_are_cut_into_slices_where_that_is_faster() -> None:
     """On two ranks, four sequences: no cut of any number of slices, and no search, beats bounds."""
