@@ -336,7 +336,7 @@ def test_each_number_of_gpus_has_a_row_and_the_smallest_that_fits_is_named(optpi
     assert fits[0]["step_ms"] > fits[1]["step_ms"]
     best = found["rows"][0]
     assert (best["label"], best["step_ms"]) == (fits[0]["label"], fits[0]["step_ms"])
-    said = "4 GPUs are the smallest number tried that fits; on 1 GPUs, the nearest, TP 1"
+    said = "4 GPUs are the smallest number tried that fits; on 1 GPUs, the configuration "
     assert found["verdict"].startswith(said)
     gib = f"needs at least {unfit['missing_bytes'] / 2**30:.1f} GiB more per GPU"
     assert found["verdict"].endswith(gib)
@@ -348,7 +348,7 @@ def test_auto_begins_below_the_smallest_number_that_fits(optpipe, monkeypatch) -
     assert done.code == 0, done.err
     table = done.out.partition("numbers of GPUs")[2].partition("bf16 MFU")[0]
     assert re.findall(r"^ *(\d) ", table, re.MULTILINE) == ["2", "4", "8"], done.out
-    assert "the nearest, TP" in table
+    assert "nearest to fitting, TP" in table
     numbered = [one.replace("h100", "h100:8") for one in SEVERAL]
     refused = optpipe(*numbered, "--gpus", "auto")
     assert "needs one kind of GPU without a number in --gpu" in " ".join(refused.err.split())
@@ -373,7 +373,7 @@ def test_if_nothing_fits_the_answer_names_a_number_of_gpus(optpipe) -> None:
     done = optpipe("tune", "--model", "llama3-70b", "--gpu", "h100", "--gpus", 8,
                    "--global-batch", 128, "--framework", "megatron", "--fix", "tp=8")  # fmt: skip
     assert done.code == 3
-    assert "the nearest, TP 8 PP 1 DP 1 MBS 1 recompute full, needs at least 7" in done.err
+    assert "nearest to fitting, TP 8 PP 1 DP 1 MBS 1 recompute full, needs at least 7" in done.err
     assert re.search(r"\d+ GPUs are enough \(TP 8 PP ", done.err)
 
 

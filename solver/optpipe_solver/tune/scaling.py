@@ -134,12 +134,11 @@ def _row(result: TuneResult) -> ScalingRow:
     missing_bytes, reason = None, "no schedule that fits was found in the time"
     if result.counts.do_not_fit == result.counts.total:
         nearest, lacks = nearest_configuration(question)
-        reason = f"the nearest, {nearest.label}, has no cut into layers that fits"
+        nearest_one = f"the configuration nearest to fitting, {nearest.label},"
+        reason = f"{nearest_one} has no cut into layers that fits"
         if lacks > 0:
             missing_bytes = round(lacks)
-            reason = (
-                f"the nearest, {nearest.label}, needs at least {lacks / _GIB:.1f} GiB more per GPU"
-            )
+            reason = f"{nearest_one} needs at least {lacks / _GIB:.1f} GiB more per GPU"
     return ScalingRow(num_gpus=question.num_gpus, missing_bytes=missing_bytes, reason=reason)
 
 
@@ -167,7 +166,10 @@ def shortage(question: TuneQuestion, *, should_stop: Callable[[], bool] | None =
     nearest, missing_bytes = nearest_configuration(question)
     if missing_bytes > 0:
         gib = f"{missing_bytes / _GIB:.1f} GiB"
-        parts.append(f"the nearest, {nearest.label}, needs at least {gib} more per GPU")
+        parts.append(
+            f"the configuration nearest to fitting, {nearest.label}, needs at least {gib} more per "
+            "GPU"
+        )
     row = enough_gpus(question, should_stop=should_stop)
     if question.kinds:
         parts.append("allow more memory or GPUs, or fix less")

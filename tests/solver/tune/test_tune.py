@@ -885,8 +885,8 @@ def test_if_nothing_fits_the_nearest_configuration_and_enough_gpus_are_named() -
     assert row.configuration.num_gpus in (2, 4, 8)
     assert max(row.peak_bytes) <= question.usable_bytes
     assert shortage(question) == (
-        f"the nearest, {nearest.label}, needs at least {missing_bytes / 2**30:.1f} GiB more per "
-        f"GPU; {row.configuration.num_gpus} GPUs are enough ({row.label})"
+        f"the configuration nearest to fitting, {nearest.label}, needs at least "
+        f"{missing_bytes / 2**30:.1f} GiB more per GPU; {row.configuration.num_gpus} GPUs are enough ({row.label})"
     )
 
 
