@@ -886,7 +886,8 @@ def test_if_nothing_fits_the_nearest_configuration_and_enough_gpus_are_named() -
     assert max(row.peak_bytes) <= question.usable_bytes
     assert shortage(question) == (
         f"the configuration nearest to fitting, {nearest.label}, needs at least "
-        f"{missing_bytes / 2**30:.1f} GiB more per GPU; {row.configuration.num_gpus} GPUs are enough ({row.label})"
+        f"{missing_bytes / 2**30:.1f} GiB more per GPU; {row.configuration.num_gpus} GPUs are "
+        f"enough ({row.label})"
     )
 
 
