@@ -301,16 +301,19 @@ class Attempt:
         """Write to the store under the lease, and retry while the database does not answer.
 
         A result of an hour must not be lost in a second without a database. If another server
-        takes the job meanwhile, the write returns None.
+        takes the job meanwhile, the write returns None. A server that closes tries once more: all
+        of its slots write then, and one of them may have waited too long for the others.
 
         Raises `StoreUnavailableError` if the server closes, or the attempt is over its time limit.
         """
+        is_last = False
         while True:
             try:
                 return write(self._lease, *values, **named)
             except StoreUnavailableError as error:
-                if self._closing.is_set() or time.monotonic() >= self._overtime_at:
+                if is_last or time.monotonic() >= self._overtime_at:
                     raise
+                is_last = self._closing.is_set()
                 self._log("job.store_unavailable", f"{error}; the write is retried")
                 self._closing.wait(_RETRY_S)
 

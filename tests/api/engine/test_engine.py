@@ -199,6 +199,28 @@ def test_a_process_that_dies_while_it_waits_costs_no_job_an_attempt(tmp_path) ->
         assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
 
 
+def test_a_closing_server_gives_a_job_back_though_others_write_longer_than_a_writer_waits(
+    tmp_path, monkeypatch
+) -> None:
+    bench = Bench(tmp_path)
+    with closing(bench.stores):
+        job_id = bench.submit("improve:1:60")
+        bench.until(job_id, lambda job: job.has_schedule)
+        requeue = bench.store.requeue
+        refused: list[Any] = []
+
+        def refuse_once(*given: Any, **named: Any) -> Any:
+            if not refused:
+                refused.append(given)
+                raise StoreUnavailableError("others have been writing to it for 10 s")
+            return requeue(*given, **named)
+
+        monkeypatch.setattr(bench.store, "requeue", refuse_once)
+        bench.engine.close()
+        assert refused
+        assert bench.store.get(job_id).state is JobState.QUEUED
+
+
 def test_a_process_serves_one_job_after_the_other(tmp_path) -> None:
     """Ended early, infeasible or solved; not where it failed or listens to nobody.
 
