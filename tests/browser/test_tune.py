@@ -236,19 +236,36 @@ def test_five_questions_lead_to_a_schedule_next_to_what_is_run(visit: Visit, url
     page.fill("#ask [name=current_tp]", "")
     page.fill("#ask [name=current_pp]", "")
     page.click("#ask summary >> text=paste your configuration")
-    changed = re.sub(r"--ffn-hidden-size \d+", "--ffn-hidden-size 12288", arguments)
-    changed = changed.replace("--vocab-size", "#")
-    page.fill("#ask [name=current_file]", changed)
+    page.fill("#ask [name=current_file]", arguments)
+    page.click("#ask-button")
+    page.wait_for_selector(f"#job:not([data-id='{job_id}'])")
+    page.wait_for_selector("#job[data-state=succeeded]")
+    again = page.get_attribute("#job", "data-id")
+    assert "current_file" in httpx.get(f"{url}/v1/jobs/{again}/question").json()
+
+
+MOE = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --swiglu --disable-bias-linear "
+    "--num-experts 64 --moe-ffn-hidden-size 1024 --moe-token-dispatcher-type alltoall "
+    "--seq-length 8192 --micro-batch-size 1 --expert-model-parallel-size 8 --bf16"
+)
+
+
+def test_a_pasted_script_names_the_model(visit: Visit, url: str) -> None:
+    """If only the tokenizer has the vocabulary, the form asks for it."""
+    page = visit.open("")
     page.select_option("#ask [name=model]", "")
+    page.click("#ask summary >> text=paste your configuration")
+    page.fill("#ask [name=current_file]", MOE)
     page.click("#ask-button")
     page.wait_for_selector("#fault:has-text('vocab_size is missing')")
     page.fill("#ask [name=vocab_size]", "50000")
     page.click("#ask-button")
-    page.wait_for_selector(f"#job:not([data-id='{job_id}'])")
-    again = page.get_attribute("#job", "data-id")
-    question = httpx.get(f"{url}/v1/jobs/{again}/question").json()
-    assert question["current_file"] == changed
-    assert question["config"]["vocab_size"] == 50000
+    page.wait_for_selector("#job")
+    job_id = page.get_attribute("#job", "data-id")
+    question = httpx.get(f"{url}/v1/jobs/{job_id}/question").json()
+    assert question["current_file"] == MOE
+    assert (question["config"]["num_moe_experts"], question["config"]["vocab_size"]) == (64, 50000)
 
 
 def test_an_error_of_a_field_opens_marks_and_focuses_it(visit: Visit) -> None:
