@@ -1287,8 +1287,8 @@ class TuneRequest(ModelOnGpus):
     )
     vocab_size: Annotated[int, Field(ge=1, le=10**7, strict=True)] | None = Field(
         None,
-        description="Vocabulary of the model, for current_file of a model that has no other "
-        "source and whose script leaves it to the tokenizer.",
+        description="Vocabulary of the model that current_file describes, if the script leaves it "
+        "to the tokenizer.",
     )
     current_format: Literal["megatron", "torchtitan"] | None = Field(
         None, description="Format of current_file. By default it follows from framework and text."
@@ -1316,8 +1316,8 @@ class TuneRequest(ModelOnGpus):
         is_in_script = self.current_file is not None and not (self.model or self.config)
         if self.vocab_size is not None and not is_in_script:
             raise _field_error(
-                "`vocab_size` is of the model in `current_file`, without `model` and `config`; "
-                "leave one of them out"
+                "`vocab_size` completes the model that `current_file` describes; leave it out, or "
+                "leave `model` and `config` out"
             )
         return self
 

@@ -66,7 +66,7 @@ class _ByTopic(TyperGroup):
                 formatter.write_dl(lines)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; the error of a command without arguments ends with an example."""
+        """Run the command; add an example to the error of a command without arguments."""
         try:
             return super().invoke(ctx)
         except InputError as error:
@@ -94,7 +94,7 @@ class _OfService(TyperGroup):
     """A group of commands that have the same options, such as ``--url``; the group has none."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse an option of the commands in front of the command."""
+        """Refuse an option that belongs after the command."""
         flag = args[0].partition("=")[0] if args else ""
         if takers := [name for name, one in self.commands.items() if flag in _flags(one)]:
             raise InputError(

@@ -299,8 +299,8 @@ class TuneArguments(ModelArguments, SearchArguments, JobArguments, total=False):
     # Current configuration as the text of Megatron arguments or YAML, or of a torchtitan config;
     # instead of current.
     current_file: str | None
-    # Vocabulary of the model, for current_file of a model that has no other source and whose
-    # script leaves it to the tokenizer.
+    # Vocabulary of the model that current_file describes, if the script leaves it to the
+    # tokenizer.
     vocab_size: int | None
     # Format of current_file. By default it follows from framework and text.
     current_format: Literal["megatron", "torchtitan"] | None

@@ -488,7 +488,10 @@ MEGATRON = "megatron"
 
 
 def _megatron(config: _Config) -> dict[str, Any]:
-    """Read fields of Megatron-Core, with the defaults of its ``TransformerConfig``."""
+    """Read fields of Megatron-Core, with the defaults of its ``TransformerConfig``.
+
+    The ranks of latent attention have no default; without ``q_lora_rank``, queries are whole.
+    """
     layers, hidden = _num_layers(config, "num_layers"), config.number("hidden_size")
     heads = config.number("num_attention_heads")
     ffn = config.number("ffn_hidden_size", 4 * hidden)

@@ -278,7 +278,7 @@ class SlicedCut(NamedTuple):
     def problem(self, whole: Problem) -> Problem:
         """Return a problem whose micro-batches are slices, each of a cost of its own.
 
-        A menu has what is best for a slice in the middle. If it ``keeps``, slices are neither
+        A menu has what is best for a slice in the middle. With ``keeps``, slices are neither
         offloaded nor recomputed, as in our runtime.
         """
         machines = [

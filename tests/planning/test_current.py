@@ -367,7 +367,7 @@ def test_a_vocabulary_that_only_the_tokenizer_has_is_given_with_the_request() ->
         TuneRequest(gpu="h100", num_gpus=8, current_file=text).complete()
     request = TuneRequest(gpu="h100", num_gpus=8, current_file=text, vocab_size=1000).complete()
     assert request.shape.vocab == 1000
-    with pytest.raises(ValueError, match=r"vocab_size.*is of the model in.*current_file"):
+    with pytest.raises(ValueError, match=r"vocab_size.*completes the model that.*current_file"):
         TuneRequest(gpu="h100", num_gpus=8, model="llama3-8b", current_file=text, vocab_size=1000)
 
 

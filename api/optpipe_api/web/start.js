@@ -19,7 +19,7 @@ export const QUESTIONS = {
     ["framework", "Framework", { start: "megatron", texts: FRAMEWORKS }],
     ["precision", "Precision"],
   ],
-  file: [["vocab_size", "Vocabulary, if its model has no other name and only the tokenizer has it"]],
+  file: [["vocab_size", "Vocabulary, if only the tokenizer of this file has it"]],
   step: [["measured_step_s", "Measured step, s", { placeholder: "estimated" }]],
   more: [
     ["network", "Between nodes", { texts: { "": "as the GPU's" },
@@ -55,7 +55,7 @@ export class StartView {
 
   async open(host) {
     const { fields, choices: known } = await catalogue();
-    const models = { choices: ["", ...known.model.choices], texts: { "": "the one of the file pasted below" } };
+    const models = { choices: ["", ...known.model.choices], texts: { "": "the model of the configuration pasted below" } };
     const choices = { ...known, model: models };
     this.fields = fields;
     const part = (name) => controls(fields.tune, QUESTIONS[name], choices);

@@ -590,7 +590,7 @@ def find_model_of(
         if all(_size_said(said, field, own) == own for field, own in _sizes_of(shape))
         and vocab in (0, shape.vocab)
         and all(one.is_on == one.is_own for one in _switches(said, shape) if one.name in switches)
-        and _has_its_experts(said, shape)
+        and _has_same_expert_layers(said, shape)
     ]
     if names:
         _check_same(said, names)
@@ -615,7 +615,9 @@ _OF_CONFIG = {
         "moe_shared_expert_intermediate_size", "moe_router_group_topk",
     ),
 }  # fmt: skip
-"""Fields of Megatron-Core that decide the shape of a model, by the field without which they do not.
+"""Fields of Megatron-Core that decide the shape of a model.
+
+A group counts if the text has the field that is its key.
 """
 _OTHER_MODELS = {
     "hybrid_override_pattern": "layers of several architectures",
@@ -662,11 +664,12 @@ def _config_said(said: FrameworkSettings, vocab_size: int) -> dict[str, Any]:
         default = 2 * ungated // 3 // 64 * 64 if said.flag("gated_linear_unit") else ungated
         values.setdefault("ffn_hidden_size", default)
         values.setdefault("share_embeddings_and_output_weights", True)
-        if "kv_lora_rank" in fields:
-            values.setdefault("q_lora_rank", None)
-            values.setdefault("kv_lora_rank", 32)
         heads = said.degree("num_attention_heads", None)
         values["num_query_groups"] = _size_said(said, "num_query_groups", heads)
+    if "kv_lora_rank" in fields:
+        # Megatron-LM's arguments have other defaults than the fields of Megatron-Core.
+        q_rank, kv_rank = (None, 32) if said.is_arguments else (512, 512)
+        values = {"q_lora_rank": q_rank, "kv_lora_rank": kv_rank} | values
     if _is_gated(said):
         values["gated_linear_unit"] = True
     if said.has("num_moe_experts"):
@@ -704,8 +707,8 @@ def _expert_layers_said(said: FrameworkSettings, layers: int) -> list[int]:
     return found
 
 
-def _has_its_experts(said: FrameworkSettings, shape: ModelShape) -> bool:
-    """Whether a text gives experts to the layers that have them in a model, if it says which."""
+def _has_same_expert_layers(said: FrameworkSettings, shape: ModelShape) -> bool:
+    """Whether the layers with experts are those of a model; true if the text does not list them."""
     if shape.experts is None or not said.has(_LAYER_FREQ):
         return True
     kinds = [int(kind.is_moe) for kind in shape.layer_kinds]
@@ -785,7 +788,10 @@ def _is_gated(said: FrameworkSettings) -> bool:
 
 
 class _Switch(NamedTuple):
-    """An argument that makes a model another one: whether a text and a model have it."""
+    """A property that tells models apart: whether a text and a model have it.
+
+    ``name`` is the argument that sets it, ``what`` its name in a sentence.
+    """
 
     name: str
     is_on: bool
@@ -794,6 +800,7 @@ class _Switch(NamedTuple):
 
 
 def _switches(said: FrameworkSettings, shape: ModelShape) -> Iterator[_Switch]:
+    """Yield the properties of a text, compared with those of a model."""
     experts = shape.experts
     yield _Switch("num_experts", said.has("num_moe_experts"), experts is not None, "experts")
     is_latent = said.flag("multi_latent_attention")
@@ -837,7 +844,7 @@ def _shape_said(said: FrameworkSettings, shape: ModelShape, text: str) -> ModelS
                 f"{name} = {value}: {shape.name!r} has {own}; correct it, or name the model that "
                 "the text trains"
             )
-    if not _has_its_experts(said, shape):
+    if not _has_same_expert_layers(said, shape):
         raise InputError(
             f"{_LAYER_FREQ} = {' '.join(said.words(_LAYER_FREQ))}: {shape.name!r} has experts in "
             "other layers; correct it, or name the model that the text trains"

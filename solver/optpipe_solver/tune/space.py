@@ -288,7 +288,7 @@ def _passes(
         ways += [
             (False, n)
             for n in _SLICES
-            # The runtime refuses a checkpoint of what gets the keys of earlier slices.
+            # The runtime refuses to checkpoint a module that reads keys of earlier slices.
             if "full" not in training.recompute
             and training.micro_batch == 1
             and training.sequence % (n * training.split) == 0

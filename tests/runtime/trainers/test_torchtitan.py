@@ -9,6 +9,7 @@ import pytest
 from optpipe import dump_csv
 from optpipe.errors import MissingExtraError
 from optpipe.runtime.trainers.torchtitan import pipeline_llm
+from optpipe.schedule import ActionType
 from tests.runtime import schedules
 from tests.runtime.trainers import torchtitan_cases
 from tests.runtime.trainers.torchtitan_cases import TitanRun
@@ -32,14 +33,18 @@ CASES = {
     ],
 )
 def test_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name, steps):
-    """Its model, sharding and loss; ours splits backwards and offloads, and evaluates alike.
+    """Its model, sharding and loss; ours splits backwards, offloads, recomputes, evaluates alike.
 
     Llama's debug model, and DeepSeek's, whose experts leave their gradients to W.
     """
     placement, data_parallel, fused = CASES[name]
     experts = name.startswith("DeepSeek")
     problem = schedules.make_problem(placement, torchtitan_cases.MICROBATCHES)
-    programs = schedules.random_programs(problem, 3, offload=0.4, fused=fused, in_order=True)
+    programs = schedules.random_programs(
+        problem, 3, offload=0.4, recompute=0.3, fused=fused, in_order=True
+    )
+    kinds = {action.type for program in programs for action in program}
+    assert {ActionType.OFFLOAD, ActionType.RECOMPUTE} <= kinds
     schedule = schedules.make_schedule(problem, programs)
     train = partial(torchtitan_cases.train_titan, steps=steps, experts=experts)
     outcomes = ranks.run(train, schedule, data_parallel, timeout=400)

@@ -172,11 +172,14 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
 
 
 def test_slices_are_kept_as_the_runtime_keeps_them() -> None:
-    """It refuses a schedule that offloads or recomputes one."""
+    """It refuses a schedule that offloads or recomputes one, and checkpoints of whole layers."""
     fixed = {"tp": 1, "cp": 1, "pp": 2, "dp": 1, "micro_batch": 1, "chunks": 1, "slices": 4}
     training = Training(sequence=32_768)
     question = asked(framework="any", num_gpus=2, global_batch=4, training=training, fixed=fixed)
-    judged = judge_of(question, next(iter(candidates(question))))
+    found = list(candidates(question))
+    assert found
+    assert not any("full" in one.training.recompute for one in found)
+    judged = judge_of(question, found[0])
     row = judged.by_families(judged.sizes("balanced"))
     assert row is not None
     data = json.loads(row.problem.model_dump_json(by_alias=True))
