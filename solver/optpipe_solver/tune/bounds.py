@@ -100,7 +100,7 @@ class LayerTable:
         self.fused = question.framework == "megatron"
         cut = _slice_of(training, slices, 0)
         machines = {one: question.machine(cut, one) for one in dict.fromkeys(self.ranks)}
-        kinds_of_layer = _kinds_of_layer(
+        kinds_of_layer, self.runs = _kinds_of_layer(
             question.shape,
             tuple(question.machine(training.of_layers, one) for one in machines),
             is_tied=question.shape.tied and pp == 1,
@@ -206,6 +206,7 @@ class LayerTable:
             ),
             rooms=tuple(room + self.workspace for room in self.rooms),
             pairs=self.pairs,
+            runs=self.runs,
         )
 
 
@@ -219,7 +220,7 @@ def tables(question: TuneQuestion) -> Iterator[tuple[LayerTable, Iterator[TuneCa
 
 
 class _Packing:
-    """An assignment of whole layers to ranks; the embedding on the first, the head on any.
+    """An assignment of whole layers to ranks; the embedding on the first, the head on the last.
 
     The layers are those of the kind with the longest total time, without the others. Or they are
     all layers, each with the minimum of every number. A rank divides its layers freely among its
@@ -234,6 +235,9 @@ class _Packing:
         self.firsts = [table.parts_on[one][0] for one in table.ranks]
         self.lasts = [table.parts_on[one][-1] for one in table.ranks]
         self.number = self.layers[0].number
+        # A V, which only other orders have, ends on the first rank.
+        can_be_v = candidate.chunks > 1 and not table.fused
+        self.last_ranks = {0, self.pp - 1} if can_be_v else {self.pp - 1}
         self.is_all = self.number == sum(part.number for part in table.parts[1:-1])
         # The minimum number of micro-batches that each stage of a rank holds together.
         self.counts: list[tuple[int, ...]] = [(1,) * candidate.chunks] * self.pp
@@ -275,22 +279,23 @@ class _Packing:
     def _fits(self, within_ms: float, ahead_ms: Sequence[float] = ()) -> bool:
         """Whether the ranks hold all layers within this time, less the time ahead of each."""
         left_ms = [within_ms - ahead for ahead in ahead_ms or (0.0,) * self.pp]
-        both = self._most(0, (self.firsts[0], self.lasts[0]), left_ms[0])
-        if self.pp == 1:
-            return both >= self.number
         plain = [max(0, self._most(rank, (), left_ms[rank])) for rank in range(self.pp)]
-        total, found = sum(plain), -1
-        if both >= 0:
-            found = total - plain[0] + both
         begins = self._most(0, (self.firsts[0],), left_ms[0])
-        for rank in range(1, self.pp) if begins >= 0 else ():
-            ends = self._most(rank, (self.lasts[rank],), left_ms[rank])
-            if ends >= 0:
-                found = max(found, total - plain[0] - plain[rank] + begins + ends)
+        found = -1
+        for rank in self.last_ranks:
+            of_ends = (self.firsts[0],) * (rank == 0) + (self.lasts[rank],)
+            ends = self._most(rank, of_ends, left_ms[rank])
+            if ends >= 0 and rank == 0:
+                found = max(found, ends + sum(plain[1:]))
+            elif ends >= 0 and begins >= 0:
+                found = max(found, begins + ends + sum(plain[1:]) - plain[rank])
         return found >= self.number
 
     def _most(self, rank: int, ends: Sequence[LayerNumbers], ms: float) -> int:
-        """Return the layers a rank can have in addition to these ends; -1 if the ends exceed it."""
+        """Return the layers a rank can have in addition to these ends.
+
+        -1 if the ends, with a layer in each other stage, exceed it.
+        """
         counts, layer = sorted(self.counts[rank]), self.layers[rank]
         least = counts[0]
         time_left = ms * (1 + _ROUNDING) - sum(end.whole_ms for end in ends)
@@ -301,7 +306,8 @@ class _Packing:
         forced = counts[1 : len(counts) - len(ends)] if self.is_all else []
         room -= layer.kept * sum(count - least for count in forced)
         each = max(layer.static + least * layer.kept, 1e-9)
-        return max(0, floor(min(time_left / layer.whole_ms, room / each)))
+        most = max(0, floor(min(time_left / layer.whole_ms, room / each)))
+        return -1 if self.is_all and most < len(counts) - len(ends) else most
 
 
 def _dealt(tables: Sequence[Sequence[LayerNumbers]]) -> list[LayerNumbers]:
@@ -342,8 +348,10 @@ def _kinds_of_layer(
     keeps: bool,
     pairs: bool,
     slices: int,
-) -> tuple[_KindOfLayer, ...]:
-    """Return each kind of layer once, in model order, with embedding and head at the ends.
+) -> tuple[tuple[_KindOfLayer, ...], tuple[tuple[int, int], ...]]:
+    """Return each kind of layer once, embedding first and head last, and the runs of the others.
+
+    A run is a kind, counted without the embedding, and the number of its consecutive layers.
 
     ``machines`` have `Training.of_layers`. Of the pipeline, the result depends only on whether the
     head has a matrix of its own (``is_tied``). Most configurations of a question share the result.
@@ -353,6 +361,7 @@ def _kinds_of_layer(
     hidden_on = [most_hidden(layers) for layers in phases]
     hidden: dict[tuple[tuple[LayerProfile, ...], ...], tuple[tuple[float, float], ...]] = {}
     numbers: dict[tuple[tuple[LayerProfile, ...], ...], int] = {}
+    runs: list[tuple[int, int]] = []
     at = 0
     cut_on = [
         [one._replace(training=_slice_of(one.training, slices, k)) for k in range(slices)]
@@ -366,8 +375,11 @@ def _kinds_of_layer(
         repeat = same[0][0].repeat
         hidden[same] = tuple(one[at] if pairs else (0.0, 0.0) for one in hidden_on)
         numbers[same] = numbers.get(same, 0) + repeat
+        kind = list(numbers).index(same) - 1
+        before = runs.pop()[1] if runs and runs[-1][0] == kind else 0
+        runs.append((kind, before + repeat))
         at += repeat
-    return tuple(
+    kinds = tuple(
         _KindOfLayer(
             same[0][0].parameters,
             tuple(
@@ -377,6 +389,7 @@ def _kinds_of_layer(
         )
         for same, number in numbers.items()
     )
+    return kinds, tuple(runs[1:-1])
 
 
 def _slice_of(training: Training, slices: int, index: int) -> Training:

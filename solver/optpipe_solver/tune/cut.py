@@ -2,7 +2,8 @@
 
 The program chooses the number of layers of each stage, within each rank's memory (`best_cut`). It
 minimises the longest path of the order, messages included. A path becomes a row when it is longer
-than the solution allows. Layers of different kinds may come in any order.
+than the solution allows. The relaxation takes layers of different kinds in any order. The integer
+program keeps the model's order (`_CutProgram._in_order`).
 
 The relaxation's dual solution is a mean of paths and prices of memory. By arithmetic it bounds
 every other configuration of the same order (`CutPrices`). A bound of one configuration also holds
@@ -21,7 +22,7 @@ of its passes can hide (`optpipe.planning.overlap.most_hidden`).
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from math import floor, inf
 from operator import ge
 from typing import TYPE_CHECKING, NamedTuple
@@ -55,6 +56,7 @@ _TOLERANCE = 1e-5
 _PATIENCE, _ENOUGH, _COARSE = 8, 2e-3, 0.01
 _NO_CUT: tuple[int, ...] = ()
 _WHOLE = 1e-4
+_MOST_RUNS = 8
 _STEPPED, _FOUND, _FIRST_STEP, _TURN = 0.3, 0.4, 0.25, 0.6
 _SEPARATED, _MOST_ROWS, _SEEN, _MOST_SOLVED = 8, 1500, 40, 50
 _CELLS, _BUILD = 1e6, 10.0
@@ -125,6 +127,8 @@ class CutNumbers(NamedTuple):
         Bytes of each rank.
     pairs
         Whether F's and B's run in pairs.
+    runs
+        The layers in model order, as (kind, number of consecutive layers). Empty: in any order.
     """
 
     pp: int
@@ -135,6 +139,7 @@ class CutNumbers(NamedTuple):
     ends: tuple[LayerNumbers, LayerNumbers]
     rooms: tuple[float, ...]
     pairs: bool = False
+    runs: tuple[tuple[int, int], ...] = ()
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -157,7 +162,7 @@ class CutNumbers(NamedTuple):
 
     def is_no_better_than(self, other: CutNumbers) -> bool:
         """Whether each number is at least as bad: no cut is shorter here or fits only here."""
-        if (*self[:3], self.pairs) != (*other[:3], other.pairs) or any(
+        if (*self[:3], *self[-2:]) != (*other[:3], *other[-2:]) or any(
             a.number != b.number for a, b in zip(self.layers[0], other.layers[0], strict=False)
         ):
             return False
@@ -365,6 +370,8 @@ class _CutProgram:
             model.add(at_least(total(list(row)), 1.0))
         # A rank's layers in all its stages are whole too. Branching on that number decides most.
         ranks = [[s for s in self.stages if given.placement[s] == r] for r in range(given.pp)]
+        self.is_any_order = model.continuous("is_any_order", 0.0, 1.0)
+        self.ended = self._in_order(model)
         self.sums = [
             [self._sum(model, f"stage_{s}", [s]) for s in self.stages],
             [
@@ -392,6 +399,50 @@ class _CutProgram:
         self.kinds, self.all_passes = list(given.kinds), given.all_passes
         self.of_ends = given.durations(np.zeros(self.columns.shape))
         self.paths: list[LongestPath] = []
+
+    def _in_order(self, model: MilpModel) -> list[Variable]:
+        """Add rows by which the first stages hold the first layers of the model.
+
+        For each kind, its layers among the first N are between the hulls of their numbers. If whole
+        numbers between the hulls may differ from these, and runs are few, return 0-1 variables:
+        whether a run, each but the last, has ended by the end of a stage, each but the last. No row
+        has an effect while ``is_any_order`` may be 1.
+        """
+        kinds, runs, found = self.given.layers[0], self.given.runs, []
+        if len(runs) < 2:
+            return []
+        among = _among_first(runs, len(kinds))
+        needs_runs = not all(map(_is_between_hulls, among)) and len(runs) <= _MOST_RUNS
+        for stage in self.stages[:-1]:
+            layers = [
+                total([row[t] for row in self.layers[: stage + 1]]) for t in range(len(kinds))
+            ]
+            number = total(list(layers))
+            for part, own, points in zip(kinds[:-1], layers, among, strict=False):
+                free = part.number * self.is_any_order
+                for slope, constant in _hull(points):
+                    model.add(at_least(slope * number - own + free, -constant))
+                for slope, constant in _hull(-points):
+                    model.add(at_least(slope * number + own + free, -constant))
+            found += self._ended(model, stage, layers) if needs_runs else []
+        return found
+
+    def _ended(self, model: MilpModel, stage: int, layers: Sequence[Linear]) -> list[Variable]:
+        """Add which runs have ended by the end of a stage, from its and earlier layers by kind."""
+        runs = self.given.runs
+        ended = [model.binary(f"ended_{stage}_{run}") for run in range(len(runs) - 1)]
+        for before, after in pairwise(ended):
+            model.add(at_least(before - after, 0.0))
+        for kind, (part, own) in enumerate(zip(self.given.layers[0], layers, strict=True)):
+            free = part.number * self.is_any_order
+            which = [run for run, (one, _) in enumerate(runs) if one == kind]
+            whole = [runs[run][1] * ended[run] for run in which if run < len(ended)]
+            begun = [runs[run][1] * ended[run - 1] for run in which if run]
+            if whole:
+                model.add(at_least(own + free - total(whole), 0.0))
+            first = float(runs[0][1]) if which[0] == 0 else 0.0
+            model.add(at_least(total(begun) + free - own, -first))
+        return ended
 
     def _sum(self, model: MilpModel, name: str, stages: Sequence[int]) -> Variable:
         """Return the number of layers of all kinds in some stages, as a variable."""
@@ -450,6 +501,8 @@ class _CutProgram:
         said_ms, sizes = self._said(stop, enough_ms, 0.0, is_integer=False)
         if said_ms == inf or relaxed:
             return said_ms * (1 - _TOLERANCE), sizes
+        if len(self.given.runs) > 1:
+            self.rows.bound(self.is_any_order, 0.0, 0.0)
         is_again = least_ms > 0.0
         turn = stop.turn(1.0 if is_again else _STEPPED)
         said_ms, sizes = self._stepped(turn, max(said_ms, least_ms), enough_ms)
@@ -482,7 +535,7 @@ class _CutProgram:
                 step /= 4
         self.rows.minimise({self.length: 1.0})
         self.rows.bound(self.length, 0.0, top_ms)
-        for one in (one for group in self.sums for one in group):
+        for one in (one for group in (*self.sums, self.ended, *self.layers) for one in group):
             self.rows.bound(one, 0.0, one.upBound)
         return said_ms, sizes
 
@@ -552,7 +605,8 @@ class _CutsWithin:
 
     A linear program's maximum, rounded down, limits the layers of each rank. The limits of all
     ranks tighten each other until nothing changes. Then the range of a number that is not whole is
-    halved, and each half is searched. Numbers of ranks come first, then those of stages.
+    halved, and each half is searched. Numbers of ranks come first, then those of stages, then which
+    runs of equal layers have ended, then the layers of each kind.
     """
 
     def __init__(self, program: _CutProgram, most_ms: float) -> None:
@@ -560,7 +614,8 @@ class _CutsWithin:
         layers = [one for row in program.layers for one in row]
         # With a single kind of layer, its numbers equal the stages' numbers.
         kinds = layers if len(program.given.layers[0]) > 1 else []
-        self.groups = [group for group in (*reversed(program.sums), kinds) if group]
+        groups = (*reversed(program.sums), program.ended, kinds)
+        self.groups = [group for group in groups if group]
         self.bounds = {one: (0.0, float(one.upBound)) for group in self.groups for one in group}
         self.seen: list[Mapping[Variable, float]] = []
         self.found: Floats | None = None
@@ -661,6 +716,40 @@ class _CutsWithin:
             for path in longer:
                 program.add_path(path)
         return outcome, False
+
+
+def _among_first(runs: Sequence[tuple[int, int]], num_kinds: int) -> Floats:
+    """Return how many of the first 0, 1, 2, ... layers are of each kind, by kind."""
+    order = [kind for kind, number in runs for _ in range(number)]
+    counts = np.eye(num_kinds)[order].cumsum(axis=0) if order else np.zeros((0, num_kinds))
+    return np.vstack([np.zeros(num_kinds), counts]).T
+
+
+def _hull(points: Floats) -> list[tuple[float, float]]:
+    """Return slope and constant of each line of the upper hull of values at 0, 1, 2, ..."""
+    corners: list[tuple[int, float]] = []
+    for x, y in enumerate(points.tolist()):
+        while len(corners) > 1 and _slope(*corners[-2:]) <= _slope(corners[-1], (x, y)):
+            corners.pop()
+        corners.append((x, y))
+    slopes = [(_slope(*pair), pair[0]) for pair in pairwise(corners)]
+    return [(slope, y - slope * x) for slope, (x, y) in slopes]
+
+
+def _slope(first: tuple[int, float], second: tuple[int, float]) -> float:
+    return (second[1] - first[1]) / (second[0] - first[0])
+
+
+def _is_between_hulls(points: Floats) -> bool:
+    """Whether each value is the only whole number between the hulls at its place."""
+    at = np.arange(len(points))
+    high, low = (
+        np.min([slope * at + constant for slope, constant in _hull(side)], axis=0)
+        for side in (points, -points)
+    )
+    return bool(
+        (np.floor(high + _WHOLE) <= points).all() and (np.floor(low + _WHOLE) <= -points).all()
+    )
 
 
 def _fullest(

@@ -583,6 +583,11 @@ class _Entry:
     num_prices: int = 0
     num_tries: int = 0
 
+    @property
+    def place(self) -> tuple[float, int, _Level, int]:
+        """Its place in the queue: of equal bounds, the one with the least work so far is first."""
+        return self.bound_ms, self.num_tries, self.level, self.index
+
 
 _Found = tuple["TuneRow | None", float, float, "CutPrices | None"]
 """A schedule of a candidate, a bound of its pipeline in ms, units of work, and prices.
@@ -656,7 +661,7 @@ class _TuneSearch:
                 f"global batch of {question.global_batch} evenly; change one, or what is fixed"
             )
         self.num_candidates = len(self.entries) + self.num_unfit
-        self.heap: list[tuple[float, int]] = []
+        self.heap: list[tuple[float, int, _Level, int]] = []
         self.prices: dict[tuple[int, int, int, bool], list[CutPrices]] = {}
 
     def begin(self, rows: list[TuneRow], checkpoint: TuneCheckpoint | None) -> None:
@@ -680,11 +685,7 @@ class _TuneSearch:
         by_key = {_key_of(row): row for row in sorted(self.known, key=_step_of, reverse=True)}
         for entry in self.entries if self.stop.work is not None else ():
             entry.row = by_key.get(entry.candidate)
-        self.heap = [
-            (entry.bound_ms, index)
-            for index, entry in enumerate(self.entries)
-            if entry.bound_ms < inf
-        ]
+        self.heap = [entry.place for entry in self.entries if entry.bound_ms < inf]
         heapq.heapify(self.heap)
 
     @property
@@ -770,12 +771,12 @@ class _TuneSearch:
         passed: list[int] = []
         while self.heap and self.heap[0][0] < least and not self.stop.is_told():
             self._tell()
-            _, index = heapq.heappop(self.heap)
+            index = heapq.heappop(self.heap)[-1]
             entry = self.entries[index]
             if entry.level is _Level.QUICK:
                 self._pack(entry)
                 if entry.bound_ms < inf:
-                    heapq.heappush(self.heap, (entry.bound_ms, index))
+                    heapq.heappush(self.heap, entry.place)
                 continue
             is_new = entry.level < _Level.LOOKED
             entry.level = max(entry.level, _Level.LOOKED)
@@ -785,7 +786,7 @@ class _TuneSearch:
             least = min(least, entry.formula_ms)
             passed.append(index)
         for index in passed:
-            heapq.heappush(self.heap, (self.entries[index].bound_ms, index))
+            heapq.heappush(self.heap, self.entries[index].place)
 
     def _by_formula(self, entry: _Entry) -> tuple[float, PipelineCut]:
         """Return the ms of 1F1B by formula, infinite if it does not fit, and its cut."""
@@ -809,7 +810,7 @@ class _TuneSearch:
     def _least(self) -> _Entry | None:
         """Return the waiting entry of minimum bound, removed; None if none is below the best."""
         while self.heap and self.heap[0][0] < self.best_ms * (1 - max(self.gap, _ROUNDING)):
-            entry = self.entries[heapq.heappop(self.heap)[1]]
+            entry = self.entries[heapq.heappop(self.heap)[-1]]
             entry.is_waiting = False
             if entry.level is _Level.QUICK:
                 self._pack(entry)
@@ -838,7 +839,7 @@ class _TuneSearch:
     def _wait(self, entry: _Entry) -> None:
         """Return a candidate to the queue, if a closer evaluation exists."""
         if entry.bound_ms < inf and entry.level is not _Level.PLANNED and not entry.is_waiting:
-            heapq.heappush(self.heap, (entry.bound_ms, entry.index))
+            heapq.heappush(self.heap, entry.place)
             entry.is_waiting = True
 
     def _work(self, ready: Callable[[], _Entry | None], is_over: Callable[[], bool]) -> None:

@@ -271,7 +271,7 @@ def _deals(num_layers: int, pp: int, chunks: int):
         for counts in product(range(num_layers + 1), repeat=pp):
             if sum(counts) == num_layers:
                 ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
-                yield from ([(rank, 0) for rank in (0, *ranks, end)] for end in range(pp))
+                yield [(rank, 0) for rank in (0, *ranks, pp - 1)]
         return
     stages = [(rank, chunk) for chunk in range(chunks) for rank in range(pp)]
     for sizes in all_cuts(num_layers + 2, len(stages)):
@@ -519,6 +519,71 @@ def test_lengths_that_no_cut_has_are_refuted_and_others_are_not(data, cut) -> No
             layers = np.array(found, dtype=float)[:, None]
             layers[[0, -1]] -= 1.0
             assert pattern.length_ms(here.durations(layers)) <= enough_ms * (1 + 1e-4)
+
+
+@given(data=st.data(), cut=st.sampled_from([(3, 1, 6), (2, 2, 4), (3, 2, 6)]))
+@few(8)
+def test_the_best_cut_keeps_the_order_of_different_layers(data, cut) -> None:
+    """Against every cut of a few runs, or of kinds that alternate."""
+    pp, chunks, m = cut
+    num_stages, share = pp * chunks, data.draw(st.floats(0.2, 0.5))
+    lengths = st.lists(st.integers(1, 4), min_size=2, max_size=4)
+    runs = [(i % 2, n) for i, n in enumerate(data.draw(lengths | st.just([1] * 9)))]
+    order = [kind for kind, number in runs for _ in range(number)]
+    order += [order[-1]] * (num_stages - len(order))
+    runs[-1] = (runs[-1][0], runs[-1][1] + len(order) - sum(number for _, number in runs))
+    cuts = list(all_cuts(len(order) + 2, num_stages))
+    sizes = np.array(data.draw(st.sampled_from(cuts)))
+    kind = LayerNumbers(0, share, 1.0, 1.0, 3.0, 0.0, 0.0)
+    slower = data.draw(st.floats(0.2, 3.0))
+    kinds = (
+        kind._replace(number=order.count(0)),
+        kind._replace(number=order.count(1), whole_ms=slower, forward_ms=share * slower),
+    )
+    head = kind._replace(number=1, whole_ms=data.draw(st.floats(0.4, 2.0)), kept=0.0, static=0.0)
+    nothing = LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    numbers = numbers_of(
+        pp, chunks, m, sizes, layers=(kinds,) * pp, ends=(nothing, head), runs=tuple(runs)
+    )
+    pattern = _CutProgram(numbers).pattern
+    limits = limits_of(numbers, pattern)
+
+    def layers_of(sized) -> np.ndarray:
+        rows, at = np.zeros((num_stages, 2)), -1
+        for stage, size in enumerate(sized):
+            for index in range(max(at, 0), min(at + size, len(order))):
+                rows[stage, order[index]] += 1
+            at += size
+        return rows
+
+    best_ms = min(
+        pattern.length_ms(numbers.durations(layers))
+        for layers in map(layers_of, cuts)
+        if all(sum(n @ layers[s] for s, n in needs.items()) <= room for needs, room in limits)
+    )
+    for share_of_best in (0.9, 0.997, 1.003, 1.2):
+        enough_ms = share_of_best * best_ms
+        bound_ms, answered, *_ = best_cut(numbers, enough_ms, Stop(inf, work=50.0))
+        assert min(enough_ms, 0.997 * best_ms) <= bound_ms <= best_ms * (1 + 1e-9)
+        if answered and share_of_best > 1:
+            found_ms = pattern.length_ms(numbers.durations(layers_of(answered)))
+            assert found_ms <= enough_ms * (1 + 1e-4)
+
+
+def test_a_refutation_that_ends_early_leaves_the_program_as_it_was() -> None:
+    """The search for a good cut uses the same rows next; a range that stays would hide cuts."""
+    kind = LayerNumbers(7, 0.3, 1.0, 1.0, 3.0, 0.0, 0.0)
+    slower = kind._replace(number=5, whole_ms=1.7, forward_ms=0.51)
+    ends = kind._replace(number=1, whole_ms=0.0, forward_ms=0.0, kept=0.0, static=0.0)
+    numbers = numbers_of(3, 2, 6, [2] * 6, layers=((kind, slower),) * 3, ends=(ends, ends))
+    best_ms = best_cut(numbers, inf, Stop(inf, work=50.0)).bound_ms
+    for work in np.linspace(0.3, 0.8, 12):
+        program = _CutProgram(numbers)
+        before = program.rows._highs.getLp()
+        ranges = [*before.col_lower_, *before.col_upper_]
+        program.solved(Stop(inf, work=float(work)), 1.1 * best_ms)
+        after = program.rows._highs.getLp()
+        assert [*after.col_lower_, *after.col_upper_] == ranges
 
 
 def test_the_best_cut_knows_how_interleaved_1f1b_fills_and_what_fits() -> None:
