@@ -681,7 +681,7 @@ class ModelOnGpus(Request):
     dispatcher: Annotated[Dispatcher, Option(metavar="NAME")] = Field(
         "alltoall",
         description="Dispatcher of tokens: alltoall sends a copy per expert, deduplicated sends "
-        "one per rank (DeepEP, HybridEP).",
+        "one per rank (DeepEP, HybridEP), allgather sends every token to all ranks of the experts.",
     )
     dispatch: Dispatch = Field("bf16", description="Precision of tokens sent to their experts.")
     expert_imbalance: Annotated[list[Load], Option(metavar="LIST")] = Field(
@@ -1357,8 +1357,8 @@ class TuneRequest(ModelOnGpus):
         """Return the request with what its script says and the caller did not give.
 
         From a text for Megatron these are model, batch, sequence, precision, optimizer and the
-        switches, from one for torchtitan batch and sequence. Raises `InputError` if the text does
-        not say which model it trains.
+        switches, from one for torchtitan batch and sequence. Switches of the text are not among
+        `chosen_switches`. Raises `InputError` if the text does not say which model it trains.
         """
         text = self.current_file
         is_titan = "torchtitan" in (self.current_format, self.framework)
@@ -1403,7 +1403,9 @@ class TuneRequest(ModelOnGpus):
             for name, value in script.items()
             if name not in given and value != getattr(self, name)
         }
-        return request.model_copy(update=update)
+        found = request.model_copy(update=update)
+        found.model_fields_set.difference_update(set(_SWITCHES) - given)
+        return found
 
     def _complete_from_torchtitan(self, text: str) -> Self:
         """Return the request with batch and sequence of a torchtitan config."""

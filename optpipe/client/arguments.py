@@ -135,8 +135,8 @@ class ModelArguments(TypedDict, total=False):
     # Overlap of the experts' all-to-all with the compute of other micro-batches.
     ep_overlap: bool | None
     # Dispatcher of tokens: alltoall sends a copy per expert, deduplicated sends one per rank
-    # (DeepEP, HybridEP).
-    dispatcher: Literal["alltoall", "deduplicated"] | None
+    # (DeepEP, HybridEP), allgather sends every token to all ranks of the experts.
+    dispatcher: Literal["allgather", "alltoall", "deduplicated"] | None
     # Precision of tokens sent to their experts.
     dispatch: Literal["bf16", "fp8"] | None
     # Load of the busiest expert-parallel rank relative to the mean, or how often each expert is

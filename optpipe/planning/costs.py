@@ -74,6 +74,7 @@ __all__ = [
     "checkpoint_bytes",
     "embedding_costs",
     "expert_tokens",
+    "gathered_tokens",
     "head_costs",
     "layer_costs",
     "layer_parts",
@@ -159,7 +160,8 @@ def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple
       F and I.
     * Experts' copies of a token: 7 h in F and in I. They are ordered by expert before they are
       sent, by local expert when they arrive, and back. With one copy per rank they are ordered once
-      (4 h).
+      (4 h). Copies of gathered tokens are also ordered once. F then writes the sum of the copies of
+      each gathered token, and I its gradient (h).
     * Scores, without flash attention: F writes them, softmax reads and writes, F reads (4). With
       dropout they are read and written once more, with the mask.
     * In I: gradients written, read with the probabilities, written, read twice, probabilities read
@@ -507,6 +509,16 @@ def expert_tokens(training: Training) -> int:
     return training.tokens // training.tp
 
 
+def gathered_tokens(training: Training) -> int:
+    """Return the tokens that one device gathers from all ranks of its experts.
+
+    0 with another dispatcher than all-gather, and on one rank.
+    """
+    ranks = training.ep * training.etp
+    is_gathered = training.dispatcher == "allgather" and ranks > 1
+    return expert_tokens(training) * ranks if is_gathered else 0
+
+
 def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
     """Yield router, order of the copies, experts, and those that every token goes through."""
     experts = shape.experts
@@ -529,9 +541,10 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
     )
     passes = 7.0 if training.dispatcher == "alltoall" else 4.0
     operand = round(stored * shape.hidden * training.operand_bytes)
+    moved = (passes * copies + gathered_tokens(training)) * shape.hidden * size
     yield LayerPart(
-        moved_bytes=passes * copies * shape.hidden * size,
-        moved_back_bytes=passes * copies * shape.hidden * size,
+        moved_bytes=moved,
+        moved_back_bytes=moved,
         tensors=_operand(
             shape,
             training,
@@ -556,7 +569,12 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
 
 @lru_cache(maxsize=256)
 def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> LayerCosts:
-    """Return the costs of one transformer layer; recomputation is in I, W adds to gradients."""
+    """Return the costs of one transformer layer; recomputation is in I, W adds to gradients.
+
+    Gathered tokens are in a buffer that all layers share. F also has the sums of the experts'
+    results for them, and the backward the gradients of these. Nothing of this is kept
+    (``MoEAllGatherTokenDispatcher`` of Megatron-Core 0.16.1).
+    """
     if shape.trace is not None:
         return traced_layer_costs(shape.trace, training, kind)
     parts = layer_parts(shape, training, kind)
@@ -565,6 +583,9 @@ def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> Layer
     sizes = [tensor.num_bytes for part in parts for tensor in part.tensors]
     routed = [part for part in parts if "moe" in part.again]  # the work after the router
     weights = float(parameters.stored.experts * training.element_bytes)
+    gathered = (
+        2 * gathered_tokens(training) * shape.hidden * training.element_bytes if routed else 0
+    )
     experts = PassCosts(
         _summed(training, routed, weights),
         _summed(training, routed, weights, backward=True),
@@ -575,8 +596,11 @@ def layer_costs(shape: ModelShape, training: Training, kind: LayerForm) -> Layer
         kept,
         parameters,
         experts=experts if routed else PassCosts(),
+        forward_workspace_bytes=gathered,
         # The tensors that F did not keep, and two gradients of the largest tensor.
-        backward_workspace_bytes=max(0, sum(sizes) - kept.activation_bytes) + 2 * max(sizes),
+        backward_workspace_bytes=max(0, sum(sizes) - kept.activation_bytes)
+        + 2 * max(sizes)
+        + gathered,
     )
 
 
@@ -828,7 +852,7 @@ def mtp_costs(shape: ModelShape, training: Training) -> LayerCosts:
         joined.plus(layer.work).plus(head.work),
         Kept(*map(sum, zip(kept, layer.kept, head.kept, strict=True))),
         parameters,
-        forward_workspace_bytes=head.forward_workspace_bytes,
+        forward_workspace_bytes=max(head.forward_workspace_bytes, layer.forward_workspace_bytes),
         backward_workspace_bytes=layer.backward_workspace_bytes,
     )
 

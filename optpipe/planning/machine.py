@@ -15,6 +15,7 @@ from optpipe.planning.costs import (
     PassCosts,
     embedding_costs,
     expert_tokens,
+    gathered_tokens,
     head_costs,
     layer_costs,
     mtp_costs,
@@ -286,7 +287,8 @@ class Machine(NamedTuple):
             return times
         forward_ms, backward_ms = self.launches_ms(shape, kind)
         training = self.training
-        counts_tokens = training.dispatcher == "alltoall" and not training.routing.is_padded
+        is_padded = training.dispatcher == "alltoall" and training.routing.is_padded
+        counts_tokens = training.dispatcher != "deduplicated" and not is_padded
         waits = counts_tokens and not training.ep_overlap
         if shape.trace is not None and training.ep == 1:
             waits = False  # experts of a rank of its own need no counts from other ranks
@@ -413,6 +415,11 @@ class Machine(NamedTuple):
         A token is sent once per expert. A deduplicating dispatcher sends it once to each different
         rank, and between domains once to each different domain, among its experts. These are
         n (1 - (1 - 1/n)^k) of n for k experts, and at most as many domains as routing allows.
+
+        With all-gather each rank gathers the hidden vectors of all tokens, with a flag and a
+        probability for each expert, and scatters sums of results. The backward does the reverse
+        (``MoEAllGatherTokenDispatcher`` of Megatron-Core 0.16.1). The load of experts does not
+        change this.
         """
         training, experts = self.training, shape.experts
         if not kind.is_moe or experts is None or training.ep * training.etp == 1:
@@ -421,6 +428,9 @@ class Machine(NamedTuple):
             return 0.0  # a trace counts what its tensor-parallel ranks exchange
         tokens, ep, size = expert_tokens(training), training.ep, training.element_bytes
         sent = 1.0 if training.dispatch == "fp8" else float(size)
+        if training.dispatcher == "allgather":
+            per_token = shape.hidden * (sent + 3 * size) + experts.num * (1 + 2 * size)
+            return self._ring(gathered_tokens(training) * per_token, ep * training.etp, 1).ms
         # Out and back, and both gradients, of the busiest rank.
         per_copy = training.expert_load * tokens * shape.hidden * (sent + 3 * size)
         near = max(1, min(ep, self.hardware.gpus_per_node // training.etp))
@@ -539,25 +549,27 @@ class Machine(NamedTuple):
         return rate * self.efficiency.network / self.link_factor
 
     def _rings(self, counts: RankParameters, size: float) -> list[_Ring]:
-        """Return the time to gather, or scatter, so many bytes of each parameter, by group.
+        """Return the time to gather, or scatter, so many bytes of each parameter, by group."""
+        training = self.training
+        strides = (training.tp, training.etp * training.ep)
+        return [
+            self._ring(parameters * size, ranks, stride)
+            for (parameters, ranks), stride in zip(replicas(counts, training), strides, strict=True)
+            if ranks > 1 and parameters
+        ]
+
+    def _ring(self, num_bytes: float, ranks: int, stride: int) -> _Ring:
+        """Return the time in which each of some ranks gathers, or scatters, so many bytes in all.
 
         Around a ring each rank sends (n - 1) / n of all bytes. A domain's ranks of the group share
         their network adapters. (N - 1) / N of the bytes enter and leave each of N domains.
         """
-        training = self.training
-        found = []
-        strides = (training.tp, training.etp * training.ep)
-        for (parameters, ranks), stride in zip(replicas(counts, training), strides, strict=True):
-            if ranks == 1 or not parameters:
-                continue
-            num_bytes = parameters * size
-            near = max(1, min(ranks, self.hardware.gpus_per_node // stride))
-            domains = -(-ranks // near)
-            inside = num_bytes * (ranks - 1) / ranks if near > 1 else 0.0
-            across = num_bytes * (domains - 1) / domains / near
-            ms = max(self._rate_ms(inside, inside=True), self._rate_ms(across, inside=False))
-            found.append(_Ring(ms, domains > 1))
-        return found
+        near = max(1, min(ranks, self.hardware.gpus_per_node // stride))
+        domains = -(-ranks // near)
+        inside = num_bytes * (ranks - 1) / ranks if near > 1 else 0.0
+        across = num_bytes * (domains - 1) / domains / near
+        ms = max(self._rate_ms(inside, inside=True), self._rate_ms(across, inside=False))
+        return _Ring(ms, domains > 1)
 
     def _link_ms(self, num_bytes: float, ranks: int, stride: int) -> float:
         """Return the time to send bytes to neighbours of a group, over the slowest link."""

@@ -328,7 +328,7 @@ def _check_positive(value: object, may_be_zero: tuple[str, ...] = ()) -> None:
 # --- How a model is trained: what of a micro-batch and of the parameters one device has.
 
 Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"]
-Dispatcher = Literal["alltoall", "deduplicated"]
+Dispatcher = Literal["allgather", "alltoall", "deduplicated"]
 Dispatch = Literal["bf16", "fp8"]
 Kernels = Literal["megatron", "torch"]
 
@@ -597,8 +597,9 @@ class Training:
     ep_overlap
         Whether tokens travel to experts and back while another micro-batch computes.
     dispatcher
-        How tokens travel to experts: a copy per expert, or one per rank however many of its
-        experts want it (DeepEP, HybridEP).
+        How tokens travel to experts. allgather: each rank of the experts gathers all tokens.
+        alltoall: a copy per expert. deduplicated: one per rank however many of its experts want it
+        (DeepEP, HybridEP).
     dispatch
         Precision in which they travel there; they come back, and gradients travel, in bf16.
     overlap
@@ -744,14 +745,22 @@ class Training:
     def of_modules(self) -> Training:
         """The representative of all runs whose layers have the same modules.
 
-        Neither replicas, ranks of experts, ZeRO nor recomputation changes what a module does.
+        Neither replicas, ZeRO nor recomputation changes what a module does. Ranks of experts change
+        it only if each gathers the tokens of all.
         """
         routing = self.routing
         if routing != Routing():  # whose load depends on the ranks of experts
             load = self.expert_load
             routing = replace(routing, imbalance=(1.0,), capacity=load, is_padded=True)
+        ep = self.ep if self.dispatcher == "allgather" else 1
         return replace(
-            self, dp=self.etp, ep=1, zero=0, recompute=frozenset(), lean=False, routing=routing
+            self,
+            dp=ep * self.etp,
+            ep=ep,
+            zero=0,
+            recompute=frozenset(),
+            lean=False,
+            routing=routing,
         )
 
     @property

@@ -185,6 +185,67 @@ def _gpt(config: dict[str, Any]) -> Any:
     return GPTModel(built, spec, max_sequence_length=longest, mtp_block_spec=mtp, **of_model)
 
 
+def megatron_gathers(tokens: int, hidden: int, experts: int, active: int, ranks: int) -> Any:
+    """Run Megatron-Core's all-gather dispatcher on one of some ranks, the experts left out.
+
+    Return the bytes of each collective, of all ranks together, in F and in the backward; and the
+    bytes of floating-point tensors that F keeps. The process group copies, and sends nothing.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    seen: list[int] = []
+    kept: list[int] = []
+
+    def seeing(name: str, whole: int) -> Any:
+        collective = getattr(mappings, name)
+
+        def run(*tensors: Any, group: Any) -> None:
+            assert group.size() == ranks
+            seen.append(tensors[whole].nbytes)
+            collective(*tensors, group=group)
+
+        return mock.patch.object(mappings, name, run)
+
+    def keep(tensor: Any) -> Any:
+        kept.append(tensor.nbytes if tensor.is_floating_point() else 0)
+        return tensor
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value="cpu"))
+        parallel_state._set_global_memory_buffer()
+        stack.enter_context(seeing("dist_all_gather_func", 0))
+        stack.enter_context(seeing("dist_reduce_scatter_func", 1))
+        config = TransformerConfig(
+            num_layers=1, hidden_size=hidden, num_attention_heads=1, num_moe_experts=experts,
+            moe_router_topk=active, expert_model_parallel_size=ranks, add_bias_linear=False,
+        )  # fmt: skip
+        own = dist.new_group([0])
+        groups = types.SimpleNamespace(ep=dist.group.WORLD, expt_tp=own, tp_ep=dist.group.WORLD)
+        local = list(range(experts // ranks))
+        dispatcher = MoEAllGatherTokenDispatcher(len(local), local, config, groups)
+        states = torch.randn(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
+        scores = torch.rand(tokens, experts)
+        chosen = torch.zeros(tokens, experts).scatter(1, scores.topk(active).indices, 1.0).bool()
+        probs = (scores * chosen).bfloat16().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            sent = dispatcher.dispatch_preprocess(states, chosen, probs)
+            inputs, _, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+            results = dispatcher.combine_preprocess(inputs + weights.sum())
+            output = dispatcher.combine_postprocess(dispatcher.token_combine(results))
+        forward = list(seen)
+        seen.clear()
+        output.sum().backward()
+    dist.destroy_process_group()
+    return {"forward": forward, "backward": seen, "kept": sum(kept)}
+
+
 def megatron_flags() -> dict[str, list[str]]:
     """Return the flags of fields whose metadata name them."""
     from megatron.core.transformer import TransformerConfig

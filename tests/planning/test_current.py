@@ -695,9 +695,27 @@ def test_a_wrong_number_of_gpus_is_refused_with_the_minimum() -> None:
     assert megatron(text, "qwen3-30b-a3b", 48, global_batch=16).training.ep == 8
 
 
-def test_the_dispatcher_that_megatron_lm_has_by_default_is_not_estimated() -> None:
-    with pytest.raises(InputError, match="moe_token_dispatcher_type = allgather, Megatron-LM's"):
-        megatron(BASE + "--expert-model-parallel-size 8", "qwen3-30b-a3b")
+def test_switches_of_a_script_stay_switches_that_the_caller_did_not_set() -> None:
+    """So the service, too, lists the gain of another dispatcher than that of the script."""
+    text = f"{LEAN}--num-experts 4 --expert-model-parallel-size 4"
+    request = TuneRequest(gpu="h100", num_gpus=8, current_file=text, cuda_graphs=False).complete()
+    assert request.dispatcher == "allgather"
+    assert request.chosen_switches == {"cuda_graphs"}
+    assert "dispatcher" not in request.question()
+
+
+@pytest.mark.parametrize("degree", [1, 8])
+def test_a_text_without_a_dispatcher_has_megatrons_default(degree: int) -> None:
+    """Arguments have Megatron-LM's all-gather, and a recipe's values all-to-all."""
+    text = f"{BASE}--expert-model-parallel-size {degree}"
+    assert megatron(text, "qwen3-30b-a3b").training.dispatcher == "allgather"
+    text += " --moe-token-dispatcher-type "
+    assert megatron(f"{text}alltoall", "qwen3-30b-a3b").training.dispatcher == "alltoall"
+    with pytest.raises(InputError, match="= nvls: must be one of allgather, alltoall, flex"):
+        megatron(f"{text}nvls", "qwen3-30b-a3b")
+    values = LINES + "cfg.model.moe_token_dispatcher_type = 'allgather'"
+    found = megatron(values, "qwen3-30b-a3b", 128, global_batch=64, sequence=4096)
+    assert found.training.dispatcher == "allgather"
 
 
 @pytest.mark.parametrize(
@@ -750,6 +768,8 @@ def test_what_no_configuration_says_of_torchtitan_is_refused(text, message: str)
         (run("qwen3-30b-a3b", dp=8, ep=8, dispatch="fp8"), "dispatch 'fp8': Megatron-Core 0.16.1"),
         (run("qwen3-30b-a3b", dp=8, ep=8, pp=4, ep_overlap=True),
          "pairs = False with ep = 8, pp = 4, 1 chunks.*; the nearest .*: ep_overlap True → F"),
+        (run("qwen3-30b-a3b", dp=8, ep=8, pp=2, chunks=2, placement="loop", pairs=True,
+             num_microbatches=4, dispatcher="allgather"), "'allgather': .* and no allgather; the"),
         (replace(run("gpt3-175b", recompute=frozenset({"mlp"}), cuda_graphs=True),
                  shape=replace(find_model("gpt3-175b"), dropout=True)),
          r"cuda_graphs with recompute \['mlp'\]: .*; the nearest .*: recompute mlp → none"),

@@ -533,12 +533,14 @@ def for_megatron(draw):
         offloaded = 0
     if precision == "fp32":
         recompute -= {"moe_act"}
+    is_spread = fields.get("ep", 1) * fields.get("etp", 1) > 1
+    dispatchers = ["alltoall", *["allgather"] * has_experts, *["deduplicated"] * is_spread]
+    dispatcher = draw(st.sampled_from(dispatchers))
     is_overlapped = (
         has_experts and fields["ep"] > 1 and cut.chunks > 1 and "full" not in recompute
-        and precision != "fp32" and draw(st.booleans())
+        and precision != "fp32" and dispatcher != "allgather" and draw(st.booleans())
     )  # fmt: skip
     cut = replace(cut, pairs=is_overlapped)
-    is_spread = fields.get("ep", 1) * fields.get("etp", 1) > 1
     training = Training(
         **fields,
         zero=draw(st.integers(0, 3)),
@@ -547,7 +549,7 @@ def for_megatron(draw):
         sequence_parallel=fields["tp"] == 1 or has_experts or draw(st.booleans()),
         recompute=frozenset(recompute),
         cuda_graphs=captured,
-        dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + is_spread])),
+        dispatcher=dispatcher,
         overlap=draw(st.booleans()),
         offloaded_layers=offloaded,
     )  # fmt: skip

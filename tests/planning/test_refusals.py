@@ -81,7 +81,7 @@ def draw_configuration(draw: random.Random, framework: str) -> Configuration:
                 recompute=seldom(frozenset(), (modules,), 0.5),
                 cuda_graphs=seldom(False, (True,), 0.3),
                 ep_overlap=has_experts and seldom(False, (True,), 0.05 if is_titan else 0.3),
-                dispatcher=seldom("alltoall", ("deduplicated",), 0.3),
+                dispatcher=seldom("alltoall", ("deduplicated", "allgather"), 0.3),
                 offloaded_layers=0 if is_titan else seldom(0, (4, shape.num_layers)),
                 optimizer=seldom(Optimizer(), optimizers, 0.03 if is_titan else 0.3),
                 routing=seldom(Routing(), (padded,), 0.0 if is_titan or not has_experts else 0.2),
@@ -128,6 +128,8 @@ def draw_cases(framework: str) -> list[Configuration]:
     return [*found, *others[: NUMBER - len(found)]]
 
 
+PADDING = "moe_router_padding_for_quantization"
+"""A field that needs narrow products."""
 TRIED: dict[str, tuple[Any, ...]] = {
     "pipeline_model_parallel_size": (2, 4), "tensor_model_parallel_size": (1, 2),
     "sequence_parallel": (False,), "expert_model_parallel_size": (2,),
@@ -140,8 +142,9 @@ TRIED: dict[str, tuple[Any, ...]] = {
     "fp8": ("hybrid",), "fp8_recipe": ("tensorwise", "delayed"), "fp4": ("e2m1",),
     "fp16": (True,), "bf16": (False,), "attention_dropout": (0.1,),
     "moe_shared_expert_overlap": (True,),
-    "moe_token_dispatcher_type": ("flex", "alltoall"), "delay_wgrad_compute": (True,),
-    "overlap_moe_expert_parallel_comm": (True,),
+    "moe_token_dispatcher_type": ("flex", "alltoall", "allgather"), "delay_wgrad_compute": (True,),
+    "overlap_moe_expert_parallel_comm": (True,), "moe_enable_deepep": (True,),
+    "variable_seq_lengths": (True,), PADDING: (True,),
 }  # fmt: skip
 """Fields that rules of `TEXT_RULES` look at, with values to draw."""
 
@@ -165,6 +168,8 @@ def draw_values() -> list[dict[str, Any]]:
     cases = [base | {name: draw.choice(TRIED[name]) for name in some} for some in names]
     full = {"recompute_method": "uniform", "recompute_num_layers": 1}
     drawn = [case | (full if case.get("recompute_granularity") == "full" else {}) for case in cases]
+    narrow = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    drawn = [case | (narrow if PADDING in case and "fp4" not in case else {}) for case in drawn]
     iteration = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["full_iteration"]}
     return [*drawn[: 3 * NUMBER], base | iteration]
 

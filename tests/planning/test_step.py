@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +27,8 @@ from optpipe.planning.costs import layer_costs
 from optpipe.planning.shape import Lora, Optimizer, Precision, Routing
 from tests.strategies import few
 
-DATA = Path(__file__).parents[1] / "data" / "published"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "published"
 A100, H100, GB200 = (find_gpu(name) for name in ("a100", "h100", "gb200"))
 
 
@@ -143,6 +146,61 @@ def test_experts_travel_by_nvlink_where_its_domain_is_large() -> None:
     )
 
 
+def test_an_all_gather_moves_and_holds_what_megatron_core_does() -> None:
+    """Bytes of each collective and of what is kept are recorded in Megatron-Core's dispatcher."""
+    model, ranks, sequence = find_model("qwen3-30b-a3b"), 4, 64
+    shape = replace(model, hidden=256)
+    assert shape.experts is not None
+    sizes = {
+        "tokens": sequence, "hidden": shape.hidden, "ranks": ranks,
+        "experts": shape.experts.num, "active": shape.experts.active,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.planning.frameworks"],
+        input=json.dumps([{"call": "megatron_gathers", "with": sizes}]),
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    [run] = json.loads(done.stdout)
+    assert "refused" not in run
+    training = Training(sequence=sequence, dp=ranks, ep=ranks, dispatcher="allgather")
+    kind = LayerForm(True)
+
+    def experts_ms(changed: Training) -> float:
+        return Machine(H100, H100.efficiency, changed).layer(shape, kind).spent.experts
+
+    received = sum(run["forward"] + run["backward"]) * (ranks - 1) / ranks
+    rate = H100.node_gb_per_s.value * H100.efficiency.network * 1e6
+    assert experts_ms(training) == pytest.approx(received / rate)
+    # Between nodes, eight GPUs share the eight network adapters of their node.
+    nodes = replace(training, dp=32, ep=32)
+    across = sum(run["forward"] + run["backward"]) * 8 * (3 / 4) / 8
+    network = H100.network_gb_per_s.value * H100.network_share * H100.efficiency.network * 1e6
+    inside = sum(run["forward"] + run["backward"]) * 8 * (31 / 32)
+    assert experts_ms(nodes) == pytest.approx(max(across / network, inside / rate))
+    # Routing does not change what is gathered.
+    routing = Routing(imbalance=(3.0,))
+    assert experts_ms(replace(training, routing=routing)) == experts_ms(training)
+
+    # It keeps probabilities for the local experts, which no dispatcher counts, and no vectors.
+    assert run["kept"] == 2 * sequence * shape.experts.num
+    gathered, plain = (
+        layer_costs(shape, replace(training, dispatcher=name), kind)
+        for name in ("allgather", "alltoall")
+    )
+    assert gathered.kept == plain.kept
+    rows = sequence * ranks * shape.hidden * 2
+    assert run["forward"][-2:] == [rows, rows]
+    assert gathered.forward_workspace_bytes == 2 * rows
+    assert gathered.backward_workspace_bytes == plain.backward_workspace_bytes + 2 * rows
+    # Copies are ordered once instead of twice, and each gathered token's sum is written.
+    copies = sequence * shape.experts.active * shape.hidden * 2
+    less = plain.work.forward.moved_bytes - gathered.work.forward.moved_bytes
+    assert less == 3 * copies - rows
+    alone = layer_costs(shape, replace(training, ep=1), kind)
+    assert alone.forward_workspace_bytes == experts_ms(replace(training, ep=1)) == 0
+
+
 def test_the_host_is_a_floor_that_cuda_graphs_remove() -> None:
     """8 ms and 0.2 ms for each of four local experts, half as much again in fp8; waiting for the
     counts of tokens adds to what the device computes, unless experts are padded."""
@@ -163,6 +221,8 @@ def test_the_host_is_a_floor_that_cuda_graphs_remove() -> None:
     }
     assert layer(sequence=32768, dispatcher="alltoall", routing=routing["padded"]).host == 0
     assert layer(sequence=32768, dispatcher="alltoall", routing=routing["cut"]).host == large.host
+    gathered = layer(sequence=32768, dispatcher="allgather", routing=routing["padded"])
+    assert gathered.host == pytest.approx(large.host)
 
 
 def test_profiles_of_single_stages_are_met() -> None:

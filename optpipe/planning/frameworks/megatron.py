@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ATTENTION_BACKENDS",
     "CARRIED",
+    "DISPATCHERS",
     "OFFLOADED",
     "OPTIONS",
     "SHARDING",
@@ -56,6 +57,8 @@ OFFLOADED = (
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
 )  # fmt: skip
 """Modules of a layer with experts whose inputs Megatron-Core copies to the host."""
+DISPATCHERS = {"allgather": "allgather", "alltoall": "alltoall", "deduplicated": "flex"}
+"""Megatron-Core's names of dispatchers, by `Training.dispatcher`."""
 TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
 """Types of moments by torch's names; Megatron-Core stores fp8 as uint8."""
 
@@ -295,7 +298,7 @@ OPTIONS = (
     _O("model", "expert_model_parallel_size", _of_experts(lambda c, experts: c.training.ep)),
     _O("model", "expert_tensor_parallel_size", _of_experts(lambda c, experts: c.training.etp)),
     _O("model", "moe_token_dispatcher_type", _of_experts(
-        lambda c, experts: "flex" if c.training.dispatcher == "deduplicated" else "alltoall")),
+        lambda c, experts: DISPATCHERS[c.training.dispatcher])),
     _O("model", "moe_flex_dispatcher_backend", _backend),
     _O("model", "moe_shared_expert_intermediate_size",
        _of_experts(lambda c, experts: _given(experts.shared_ffn))),

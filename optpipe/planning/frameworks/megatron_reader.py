@@ -21,6 +21,7 @@ from optpipe.planning.configuration import Configuration
 from optpipe.planning.frameworks.megatron import (
     ATTENTION_BACKENDS,
     CARRIED,
+    DISPATCHERS,
     OFFLOADED,
     OPTIONS,
     SHARDING,
@@ -506,10 +507,26 @@ TEXT_RULES = (
        "moe_router_topk = 1: Megatron-Core needs moe_router_pre_softmax with it; add it"),
     _T("overlap of shared experts", CONFIG,
        lambda t: t.flag("moe_shared_expert_overlap")
-       and t.has("moe_shared_expert_intermediate_size")
-       and t.word("moe_token_dispatcher_type", "alltoall") != "alltoall",
+       and t.has("moe_shared_expert_intermediate_size") and _dispatcher_type(t) != "alltoall",
        "moe_shared_expert_overlap with moe_token_dispatcher_type = {moe_token_dispatcher_type}: "
        "Megatron-Core has it only with alltoall; leave it out"),
+    _T("lengths of gathered sequences", CONFIG,
+       lambda t: t.flag("variable_seq_lengths") and t.has("num_moe_experts")
+       and _dispatcher_type(t) == "allgather",
+       "variable_seq_lengths with moe_token_dispatcher_type = {moe_token_dispatcher_type}: "
+       "Megatron-Core's allgather dispatcher needs equal lengths; give alltoall"),
+    _T("padded routing of gathered tokens", CONFIG,
+       lambda t: (t.flag("moe_router_padding_for_quantization")
+                  or t.flag("moe_router_padding_for_fp8"))
+       and t.has("num_moe_experts") and _dispatcher_type(t) == "allgather",
+       "moe_router_padding_for_quantization with moe_token_dispatcher_type = "
+       "{moe_token_dispatcher_type}: Megatron-Core's allgather dispatcher does not pad; leave it "
+       "out, or give alltoall"),
+    _T("DeepEP", CONFIG,
+       lambda t: t.flag("moe_enable_deepep") and _dispatcher_type(t) != "flex"
+       and (t.is_arguments or t.has("moe_token_dispatcher_type")),
+       "moe_enable_deepep with moe_token_dispatcher_type = {moe_token_dispatcher_type}: "
+       "Megatron-Core has DeepEP only with flex; give flex"),
     _T("two overlaps of experts", CONFIG,
        lambda t: t.flag("moe_shared_expert_overlap")
        and t.flag("overlap_moe_expert_parallel_comm"),
@@ -561,6 +578,7 @@ def _check_text(said: FrameworkSettings) -> None:
     for rule in TEXT_RULES:
         if (said.is_arguments or rule.source != ARGUMENTS) and rule.is_broken(copy):
             values = {name: " ".join(words) or "true" for name, words in said.words_of.items()}
+            values.setdefault("moe_token_dispatcher_type", _dispatcher_type(copy))
             raise InputError(rule.sentence.format_map(defaultdict(lambda: "none", values)))
 
 
@@ -1203,17 +1221,22 @@ def _recompute_said(said: FrameworkSettings, shape: ModelShape, pp: int) -> froz
     )
 
 
-def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
+def _dispatcher_type(said: FrameworkSettings) -> str:
+    """Return Megatron-Core's name of the dispatcher; by default Megatron-LM's or Bridge's own."""
     default = "allgather" if said.is_arguments else "alltoall"
-    kind = said.word("moe_token_dispatcher_type", default)
+    return said.word("moe_token_dispatcher_type", default)
+
+
+def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
+    kind = _dispatcher_type(said)
     if shape.experts is None:
         return "alltoall"
-    if kind == "allgather" and said.degree("expert_model_parallel_size", 1) > 1:
+    known = {name: own for own, name in DISPATCHERS.items()}
+    if kind not in known:
         raise InputError(
-            "moe_token_dispatcher_type = allgather, Megatron-LM's default: alltoall and flex are "
-            "estimated; give one of these"
+            f"moe_token_dispatcher_type = {kind}: must be one of {', '.join(known)}; choose one"
         )
-    return "deduplicated" if kind == "flex" else "alltoall"
+    return known[kind]
 
 
 def _offload_said(said: FrameworkSettings, shape: ModelShape) -> int:

@@ -265,11 +265,12 @@ MEGATRON_RULES = (
        "dispatch {t.dispatch!r}: Megatron-Core 0.16.1 sends tokens to experts in bf16",
        _to(dispatch="bf16")),
     _R("dispatcher", EXPERTS,
-       lambda s, t, p: s.experts is not None and t.dispatcher != "alltoall" and t.ep * t.etp == 1,
+       lambda s, t, p: (
+           s.experts is not None and t.dispatcher == "deduplicated" and t.ep * t.etp == 1),
        "dispatcher {t.dispatcher!r} with ep = {t.ep} and etp = {t.etp}: Megatron-Core's flex "
        "dispatcher needs several ranks of experts", _to(dispatcher="alltoall")),
     _R("padded experts", CONFIG, lambda s, t, p: (
-           s.experts is not None and t.routing.is_padded and t.dispatcher != "alltoall"),
+           s.experts is not None and t.routing.is_padded and t.dispatcher == "deduplicated"),
        "pad_experts with dispatcher {t.dispatcher!r}: Megatron-Core's DeepEP dispatcher does not "
        "pad experts", _to(dispatcher="alltoall")),
     _R("fp16 experts", ARGUMENTS, lambda s, t, p: t.precision == "fp16" and t.ep > 1,
@@ -281,11 +282,12 @@ MEGATRON_RULES = (
     _R("overlap", CONFIG,
        lambda s, t, p: has_overlap(s, t, p) and (
            t.ep == 1 or (p.pp > 1 and p.chunks == 1) or "full" in t.recompute
-           or t.precision == "fp32" or s.mtp > (p.pp > 1)),
+           or t.precision == "fp32" or s.mtp > (p.pp > 1) or t.dispatcher == "allgather"),
        "ep_overlap = {t.ep_overlap}, pairs = {p.pairs} with ep = {t.ep}, pp = {p.pp}, {p.chunks} "
-       "chunks, {s.mtp} MTP layers, precision {t.precision!r} and recompute {recompute}: "
-       "Megatron-Core needs ep > 1, several chunks where pp > 1, at most one MTP layer (with pp > "
-       "1), no fp32 and no full recomputation", _to(ep_overlap=False, pairs=False)),
+       "chunks, {s.mtp} MTP layers, precision {t.precision!r}, recompute {recompute} and "
+       "dispatcher {t.dispatcher!r}: Megatron-Core needs ep > 1, several chunks where pp > 1, at "
+       "most one MTP layer (with pp > 1), no fp32, no full recomputation and no allgather",
+       _to(ep_overlap=False, pairs=False)),
     _R("full next to modules", ABSENT,
        lambda s, t, p: "full" in t.recompute and len(t.recompute) > 1,
        "recompute {recompute}: full is all of it; give full alone, or modules",
@@ -418,8 +420,12 @@ TORCHTITAN_RULES = (
        lambda s, t, p: s.experts is not None and (t.ep_overlap or t.dispatch != "bf16"),
        "ep_overlap = {t.ep_overlap}, dispatch {t.dispatch!r}: torchtitan sends tokens in bf16, "
        "next to nothing else", _to(ep_overlap=False, dispatch="bf16")),
+    _R("gathered tokens", ABSENT,
+       lambda s, t, p: s.experts is not None and t.dispatcher == "allgather",
+       "dispatcher {t.dispatcher!r}: torchtitan sends tokens only to the ranks of their experts",
+       _to(dispatcher="alltoall")),
     _R("dispatcher", DISPATCHER,
-       lambda s, t, p: s.experts is not None and t.dispatcher != "alltoall" and t.ep == 1,
+       lambda s, t, p: s.experts is not None and t.dispatcher == "deduplicated" and t.ep == 1,
        "dispatcher {t.dispatcher!r} with ep = 1: torchtitan's DeepEP and HybridEP need "
        "expert-parallel ranks", _to(dispatcher="alltoall")),
 )  # fmt: skip

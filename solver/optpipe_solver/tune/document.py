@@ -66,7 +66,7 @@ _TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZe
 _OF_DEGREES = ("dispatcher", "sharding", "precision-aware optimizer")
 """Rules that only some degrees break."""
 _MOST_KEPT = 11
-_VERSION = 10
+_VERSION = 11
 """Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
 
 

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["SwitchGain", "switch_gains"]
 
 _GIB = 2**30
-_SWITCHED_ON: dict[str, Any] = {"dispatcher": "deduplicated", "cuda_graphs": True}
-"""Field of the request -> its value when the switch is on."""
+_SWITCH_VALUES: dict[str, tuple[Any, ...]] = {
+    "dispatcher": ("allgather", "alltoall", "deduplicated"),
+    "cuda_graphs": (False, True),
+}
+"""Field of the request -> its values. Those after the current value are listed as switches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +119,9 @@ def _switched(
     training, cut = configuration.training, configuration.pipeline
     found: list[tuple[str, str | bool, Configuration]] = [
         (field, value, replace(configuration, training=replace(training, **{field: value})))
-        for field, value in _SWITCHED_ON.items()
-        if field not in question.chosen and getattr(training, field) != value
+        for field, values in _SWITCH_VALUES.items()
+        for value in values[values.index(getattr(training, field)) + 1 :]
+        if field not in question.chosen
     ]
     # The search tries pairs, so only today's configuration lacks them.
     if (
@@ -130,7 +134,7 @@ def _switched(
     # DeepEP and HybridEP, which deduplicate, run on NVIDIA's GPUs.
     is_amd = any(one.generation.startswith("cdna") for one in question.all_kinds)
     for field, value, new in found:
-        if field != "cuda_graphs" and (training.ep == 1 or (field == "dispatcher" and is_amd)):
+        if field != "cuda_graphs" and (training.ep == 1 or (value == "deduplicated" and is_amd)):
             continue
         if not _is_refused(question, new) or _is_refused(question, configuration):
             yield field, value, new

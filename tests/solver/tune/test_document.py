@@ -137,7 +137,7 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
         assert again.counts.total == result.counts.total
     assert not seen, "all of it was known"
     assert again.certificate == result.certificate
-    assert read_checkpoint(read.question, text.replace('"version": 10', '"version": 7')) is None
+    assert read_checkpoint(read.question, text.replace('"version": 11', '"version": 7')) is None
 
 
 @pytest.mark.extended

@@ -73,6 +73,11 @@ def test_each_switch_that_is_off_has_the_gain_of_the_same_configuration_with_it(
         (QUESTION, {"recompute": frozenset({"full"})}, {"dispatcher"}),  # refuses graphs
         (QUESTION, {"ep": 1}, {"cuda_graphs"}),
         (replace(QUESTION, hardware=find_gpu("mi300x")), {}, {"cuda_graphs", "pairs"}),
+        (  # refuses pairs
+            replace(QUESTION, hardware=find_gpu("mi300x")),
+            {"dispatcher": "allgather"},
+            {"cuda_graphs", "dispatcher"},
+        ),
         (replace(QUESTION, framework="torchtitan"), {}, {"cuda_graphs", "dispatcher"}),
     ],
 )
@@ -84,6 +89,24 @@ def test_switches_that_are_chosen_or_that_framework_or_gpu_lack_are_left_out(
     row = judge(question, today)
     assert row is not None
     assert {one.field for one in switch_gains(question, row, "current")} == fields
+
+
+def test_an_all_gather_can_be_switched_to_both_other_dispatchers() -> None:
+    """A token with two experts on eight ranks: eight vectors, two copies, or fewer than two."""
+    experts = Experts(num=16, active=2, ffn=2048)
+    question = replace(QUESTION, shape=replace(SHAPE, experts=experts))
+    for dispatcher, others in (
+        ("allgather", ["deduplicated", "alltoall"]),
+        ("alltoall", ["deduplicated"]),
+    ):
+        training = replace(TODAY.training, dispatcher=dispatcher, cuda_graphs=True)
+        row = judge(question, replace(TODAY, shape=question.shape, training=training))
+        assert row is not None
+        gains = switch_gains(question, row, "current")
+        assert [one.value for one in gains if one.field == "dispatcher"] == others
+        assert all(one.gain > 0 for one in gains)
+        plain = [one for one in gains if one.value == "alltoall"]
+        assert [one.flag for one in plain] == ["--moe-token-dispatcher-type alltoall"] * len(plain)
 
 
 def test_a_switch_with_which_the_schedule_does_not_fit_says_what_it_lacks() -> None:
