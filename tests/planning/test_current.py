@@ -695,6 +695,33 @@ def test_a_wrong_number_of_gpus_is_refused_with_the_minimum() -> None:
     assert megatron(text, "qwen3-30b-a3b", 48, global_batch=16).training.ep == 8
 
 
+@pytest.mark.parametrize(
+    ("degrees", "num_gpus", "message"),
+    [
+        ("--pipeline-model-parallel-size 2", 8, ""),
+        ("--pipeline-model-parallel-size 8", 16, ""),  # one replica
+        ("--pipeline-model-parallel-size 1", 16, ""),
+        ("--pipeline-model-parallel-size 2", 16, "on several hosts only pipeline ranks outside"),
+        ("--pipeline-model-parallel-size 2 --context-parallel-size 2", 8,
+         "with ep 1 x etp 2 and tp 2 x cp 2: Megatron-Core needs equal products"),
+        ("--pipeline-model-parallel-size 2 --context-parallel-size 2 "
+         "--expert-tensor-parallel-size 4", 8, ""),
+    ],
+)  # fmt: skip
+def test_pipelines_inside_of_replicas_are_read_where_all_links_are_the_same(
+    degrees: str, num_gpus: int, message: str
+) -> None:
+    text = f"{BASE}--tensor-model-parallel-size 2 --sequence-parallel {degrees}"
+    outside = megatron(text, num_gpus=num_gpus)
+    if message:
+        with pytest.raises(InputError, match=message):
+            megatron(f"{text} --use-tp-pp-dp-mapping", num_gpus=num_gpus)
+    else:
+        inside = megatron(f"{text} --use-tp-pp-dp-mapping", num_gpus=num_gpus)
+        assert inside == outside
+        assert inside.not_modelled == outside.not_modelled
+
+
 def test_switches_of_a_script_stay_switches_that_the_caller_did_not_set() -> None:
     """So the service, too, lists the gain of another dispatcher than that of the script."""
     text = f"{LEAN}--num-experts 4 --expert-model-parallel-size 4"

@@ -27,7 +27,7 @@ kinds = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
 print(json.dumps(sorted({f.name for kind in kinds for f in dataclasses.fields(kind)})))
 """
 UNSAID = {"distribute_saved_activations", "cpu_offloading_weights", "hybrid_context_parallel",
-          "heterogeneous_layers_config_path", "use_tp_pp_dp_mapping"}  # fmt: skip
+          "heterogeneous_layers_config_path"}  # fmt: skip
 """Fields that are refused, because no configuration says them."""
 BASE = (
     "--tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 "

@@ -122,6 +122,8 @@ def read_megatron(
     etp = said.degree("expert_tensor_parallel_size", tp) if has_experts else 1
     check_gpus(num_gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     dp = num_gpus // (tp * cp * pp)
+    if pp > 1 and said.flag("use_tp_pp_dp_mapping"):
+        _check_inner_pipeline(said, hardware, tp=tp, cp=cp, pp=pp, dp=dp)
     micro_batch = said.degree("micro_batch_size", None)
     batch = said.degree("global_batch_size", global_batch)
     if batch % (micro_batch * dp):
@@ -348,7 +350,6 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     )
     for name, why in (
         ("distribute_saved_activations", "inputs of layers are kept whole"),
-        ("use_tp_pp_dp_mapping", "pipeline ranks stand outside of data-parallel ones"),
         ("cpu_offloading_weights", "weights stay on the device"),
         ("heterogeneous_layers_config_path", "layers are the model's"),
         ("standalone_embedding_stage", "no rank has the embedding alone"),
@@ -364,6 +365,29 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
         f"num_distributed_optimizer_instances = {instances}: the optimizer is spread over all "
         "replicas here; leave it out to compare with that",
     )
+
+
+def _check_inner_pipeline(
+    said: FrameworkSettings, hardware: Hardware, *, tp: int, cp: int, pp: int, dp: int
+) -> None:
+    """Refuse pipelines inside of replicas where the order of ranks changes the links of groups.
+
+    On one host, and with one replica, all groups have the same links in either order. Megatron-Core
+    also has no such order if experts have other replicas (``initialize_model_parallel`` in
+    ``parallel_state.py``, 0.16.1).
+    """
+    ep = said.degree("expert_model_parallel_size", 1)
+    etp = said.degree("expert_tensor_parallel_size", tp)
+    if ep * etp != tp * cp:
+        raise InputError(
+            f"use_tp_pp_dp_mapping with ep {ep} x etp {etp} and tp {tp} x cp {cp}: Megatron-Core "
+            "needs equal products with it; correct one of them, or leave it out"
+        )
+    if dp > 1 and tp * cp * pp * dp > min(hardware.gpus_per_host, hardware.gpus_per_node):
+        raise InputError(
+            "use_tp_pp_dp_mapping: on several hosts only pipeline ranks outside of data-parallel "
+            "ones are estimated; leave it out to compare with that"
+        )
 
 
 class TextRule(NamedTuple):
