@@ -164,17 +164,18 @@ class _Arguments:
         # An array's brackets hold arguments like any others.
         self._take(_split(re.sub(r"\b\w+\+?=\(", " ", self.text.replace("\\\n", " "))))
 
-    def _take(self, tokens: list[str]) -> None:
+    def _take(self, tokens: list[str], *, is_expanded: bool = False) -> None:
+        """Read words; the variables of expanded ones are unset where bash expands them."""
         for token in tokens:
             assigned = _ASSIGNED.fullmatch(token)
             if assigned is not None and not token.startswith("-"):
-                value = self._expanded(assigned[2])
+                value = assigned[2] if is_expanded else self._expanded(assigned[2])
                 self.variables[assigned[1]] = value
                 if "--" in value:
-                    self._take(_split(value))
+                    self._take(_split(value), is_expanded=True)
                 self._open = None
                 continue
-            self._argument(self._expanded(token))
+            self._argument(token if is_expanded else self._expanded(token))
 
     def _argument(self, token: str) -> None:
         option = _OPTION.fullmatch(token.strip())
@@ -184,7 +185,7 @@ class _Arguments:
         name, equals, value = option.groups()
         if not equals and re.search(r"\s", value):
             # "--flag value" as one word: bash splits it where a script expands it unquoted.
-            self._take(_split(token))
+            self._take(_split(token), is_expanded=True)
             return
         self._open = self.words_of[name.rstrip(":").replace("-", "_")] = []
         if equals and value:

@@ -722,6 +722,15 @@ def test_pipelines_inside_of_replicas_are_read_where_all_links_are_the_same(
         assert inside.not_modelled == outside.not_modelled
 
 
+def test_a_variable_of_a_script_that_names_itself_is_read_once() -> None:
+    """As bash does it: a value is expanded where it is set, with what is set by then."""
+    text = f'ARGS="{BASE} --tensor-model-parallel-size $TP $MORE $ARGS"\n'
+    text += 'MORE="--bf16 $ARGS $MORE"\nTP=4\nrun $ARGS $MORE'
+    with pytest.raises(InputError, match=r"tensor_model_parallel_size = \$TP: must be a number"):
+        megatron(text)
+    assert megatron(f"TP=2\n{text}").training.tp == 2
+
+
 def test_switches_of_a_script_stay_switches_that_the_caller_did_not_set() -> None:
     """So the service, too, lists the gain of another dispatcher than that of the script."""
     text = f"{LEAN}--num-experts 4 --expert-model-parallel-size 4"
