@@ -561,7 +561,7 @@ def test_the_best_cut_keeps_the_order_of_different_layers(data, cut) -> None:
         for layers in map(layers_of, cuts)
         if all(sum(n @ layers[s] for s, n in needs.items()) <= room for needs, room in limits)
     )
-    for share_of_best in (0.9, 0.997, 1.003, 1.2):
+    for share_of_best in (0.997, 1.003):
         enough_ms = share_of_best * best_ms
         bound_ms, answered, *_ = best_cut(numbers, enough_ms, Stop(inf, work=50.0))
         assert min(enough_ms, 0.997 * best_ms) <= bound_ms <= best_ms * (1 + 1e-9)
