@@ -60,6 +60,7 @@ from optpipe.planning import (
     shape_from_config,
     shape_of_trace,
 )
+from optpipe.planning.frameworks.torchtitan import is_torchtitan_text
 from optpipe.planning.shape import (
     LORA_TARGETS,
     RECOMPUTABLE,
@@ -1271,7 +1272,8 @@ class TuneRequest(ModelOnGpus):
     framework: Annotated[Framework, Option(metavar="NAME")] = Field(
         "any",
         description="Framework that runs the schedule: megatron, torchtitan, huggingface "
-        "(transformers in the optpipe runtime), or any (the optpipe runtime).",
+        "(transformers in the optpipe runtime), or any (the optpipe runtime). By default that of "
+        "current_file; without one, any.",
     )
     current: Annotated[CurrentRun, Option(metavar="FILE|FLAGS")] | None = Field(
         None,
@@ -1305,6 +1307,19 @@ class TuneRequest(ModelOnGpus):
     options: TuneOptions = TuneOptions()
     tags: Tags = ()
     priority: Priority = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_framework_of_script(cls, data: Any) -> Any:
+        """Set framework and format, if they are not given, to those of ``current_file``."""
+        if not isinstance(data, dict) or not isinstance(text := data.get("current_file"), str):
+            return data
+        form, framework = data.get("current_format"), data.get("framework")
+        if form is None:
+            can_be_titan = framework in (None, "any", "torchtitan")
+            is_titan = framework == "torchtitan" or (can_be_titan and is_torchtitan_text(text))
+            form = "torchtitan" if is_titan else "megatron"
+        return {**data, "current_format": form, "framework": framework or form}
 
     @model_validator(mode="after")
     def _check_script_has_formula(self) -> Self:
@@ -1361,10 +1376,10 @@ class TuneRequest(ModelOnGpus):
         `chosen_switches`. Raises `InputError` if the text does not say which model it trains.
         """
         text = self.current_file
-        is_titan = "torchtitan" in (self.current_format, self.framework)
+        is_titan = self.current_format == "torchtitan"
         if text is not None and is_titan and (self.model or self.config):
             return self._complete_from_torchtitan(text)
-        if text is None or is_titan or "parallelism." in text:
+        if text is None or is_titan:
             return self
         request, num_gpus = self, self.total_gpus
         try:

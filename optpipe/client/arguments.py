@@ -292,7 +292,8 @@ class TuneArguments(ModelArguments, SearchArguments, JobArguments, total=False):
     # Sequences per step, over all replicas.
     global_batch: int | None
     # Framework that runs the schedule: megatron, torchtitan, huggingface (transformers in the
-    # optpipe runtime), or any (the optpipe runtime).
+    # optpipe runtime), or any (the optpipe runtime). By default that of current_file; without
+    # one, any.
     framework: Literal["any", "megatron", "torchtitan", "huggingface"] | None
     # Current configuration, e.g. tp=4,pp=8,chunks=5,micro_batch=1. The gain is relative to it.
     current: CurrentDegrees | None

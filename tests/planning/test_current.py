@@ -611,6 +611,31 @@ TITAN = (
 
 
 @pytest.mark.parametrize(
+    ("text", "given", "framework"),
+    [
+        (f"# tensor parallelism.\n{BASE}", {}, "megatron"),
+        (BASE, {"framework": "any"}, "any"),
+        (BASE, {"framework": "huggingface"}, "huggingface"),
+        (TOML, {}, "torchtitan"),
+        ("--parallelism.tensor_parallel_degree 2", {}, "torchtitan"),
+        ("config.parallelism = ParallelismConfig(tensor_parallel_degree=2)", {}, "torchtitan"),
+        (TOML, {"framework": "any"}, "any"),
+        (BASE, {"current_format": "torchtitan"}, "torchtitan"),
+    ],
+)
+def test_the_framework_is_that_of_the_script_unless_one_is_given(text, given, framework) -> None:
+    """A script of a framework asks for settings of that framework; its format is known alone."""
+    question = {"gpu": "h100", "num_gpus": 8, "model": "llama3-8b", "current_file": text, **given}
+    request = TuneRequest(**question)
+    is_titan = text != BASE and "tensor parallelism" not in text
+    assert request.framework == framework
+    assert request.current_format == given.get(
+        "current_format", "torchtitan" if is_titan else "megatron"
+    )
+    assert TuneRequest(gpu="h100", model="llama3-8b").framework == "any"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nothing of the kind", r"the text has no settings: write arguments"),

@@ -9,6 +9,7 @@ had it before.
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
     from optpipe.planning.accelerators import Hardware
     from optpipe.planning.shape import Dispatcher, ModelShape, Precision
 
-__all__ = ["TITAN_MODELS", "TitanModel", "read_torchtitan", "titan_model", "torchtitan_config"]
+__all__ = [
+    "TITAN_MODELS",
+    "TitanModel",
+    "is_torchtitan_text",
+    "read_torchtitan",
+    "titan_model",
+    "torchtitan_config",
+]
 
 
 class TitanModel(NamedTuple):
@@ -40,6 +48,10 @@ class TitanModel(NamedTuple):
     config: str
     assets: str
 
+
+_SETS_PARALLELISM = re.compile(
+    r"(?:^|--|\s)parallelism\.[a-z_]+[\s=]|^\s*\[parallelism\]|\.parallelism\b", re.MULTILINE
+)
 
 TITAN_MODELS = {
     "llama3.2-1b": TitanModel("llama3", "1B", "llama3_8b", "Llama-3.2-1B"),
@@ -326,6 +338,11 @@ def _is_async(training: Training) -> bool:
 
 
 # --- What is read.
+
+
+def is_torchtitan_text(text: str) -> bool:
+    """Whether a text sets options of torchtitan, in a config file, in Python or as arguments."""
+    return _SETS_PARALLELISM.search(text) is not None
 
 
 def read_torchtitan(

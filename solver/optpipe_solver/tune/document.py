@@ -155,10 +155,10 @@ def read_question(request: TuneRequest) -> AskedTune:
         if request.current is not None:
             current = current_configuration(question, request.current)
         else:
-            chosen = request.current_format
-            is_torchtitan = None if chosen is None else chosen == "torchtitan"
             current = read_current(
-                question, request.current_file or "", is_torchtitan=is_torchtitan
+                question,
+                request.current_file or "",
+                is_torchtitan=request.current_format == "torchtitan",
             )
         calibrated(question, current)
     except InputError as error:
@@ -184,11 +184,9 @@ def _settings(request: TuneRequest) -> dict[str, Any]:
 
 
 def read_current(
-    question: TuneQuestion, text: str, *, is_torchtitan: bool | None = None
+    question: TuneQuestion, text: str, *, is_torchtitan: bool = False
 ) -> Configuration:
     """Return today's configuration, from Megatron's arguments or YAML, or a torchtitan config.
-
-    ``is_torchtitan``: None = by the question's framework; for any, by the word ``parallelism``.
 
     Raises
     ------
@@ -197,10 +195,6 @@ def read_current(
         other multi-token prediction.
     """
     text = text.removeprefix("\ufeff")  # which some editors put in front
-    if is_torchtitan is None:
-        is_torchtitan = question.framework == "torchtitan" or (
-            question.framework == "any" and "parallelism." in text
-        )
     read = read_torchtitan if is_torchtitan else read_megatron
     current = read(
         text,

@@ -10,7 +10,7 @@ from optpipe.planning import megatron_arguments, torchtitan_config
 from optpipe.planning.configuration import has_pasted_file
 from optpipe.planning.frameworks.rules import check_starts
 from optpipe.units import format_ms
-from optpipe_solver.tune.judge import recut
+from optpipe_solver.tune.judge import judge, recut
 from optpipe_solver.tune.space import has_pairs
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class SwitchGain:
     flag
         Megatron-LM's arguments that switch it on; empty with other frameworks.
     step_ms, base_ms
-        Simulated step with and without the switch. Cut and framework's schedules are the same.
+        Simulated step with and without the switch, with the same cut: of the fastest of the
+        framework's schedules, or for ``current`` of the schedule that runs today.
     gain
         Share of ``base_ms`` that the switch saves.
     missing_bytes
@@ -88,10 +89,10 @@ def switch_gains(
         question = replace(question, headroom=0.0)
     found = []
     try:
-        base = recut(question, row, row.configuration.sizes)
+        base = _simulated(question, row, name)
         for field, value, configuration in _switched(question, row.configuration, name):
             other = replace(row, configuration=configuration)
-            new = recut(question, other, configuration.sizes)
+            new = _simulated(question, other, name)
             ranks = question.ranks(configuration.kinds, configuration.pipeline.pp)
             usable = map(question.usable_bytes_of, ranks)
             lacks = [peak - own for peak, own in zip(new.peak_bytes, usable, strict=True)]
@@ -110,6 +111,16 @@ def switch_gains(
     except InputError:
         return []
     return sorted(found, key=lambda one: -one.gain)
+
+
+def _simulated(question: TuneQuestion, row: TuneRow, name: Literal["best", "current"]) -> TuneRow:
+    """Return the row of a configuration; raises `InputError` if it is too large to simulate."""
+    if name == "best":
+        return recut(question, row, row.configuration.sizes)
+    found = judge(question, row.configuration)
+    if found is None:
+        raise InputError("the configuration is too large to simulate; give one with fewer cells")
+    return found
 
 
 def _switched(

@@ -91,6 +91,18 @@ def test_switches_that_are_chosen_or_that_framework_or_gpu_lack_are_left_out(
     assert {one.field for one in switch_gains(question, row, "current")} == fields
 
 
+def test_where_any_schedule_is_searched_todays_switches_are_of_the_schedule_that_runs_today() -> (
+    None
+):
+    """A family that is faster than 1F1B is no part of their gain."""
+    question = replace(QUESTION, framework="any")
+    current = judge(question, TODAY)
+    assert current is not None
+    gains = switch_gains(question, current, "current")
+    assert gains
+    assert {one.base_ms for one in gains} == {current.step_ms}
+
+
 def test_an_all_gather_can_be_switched_to_both_other_dispatchers() -> None:
     """A token with two experts on eight ranks: eight vectors, two copies, or fewer than two."""
     experts = Experts(num=16, active=2, ffn=2048)
