@@ -303,20 +303,23 @@ def megatron(name: str, *, tiny: bool) -> list[dict[str, Any]]:
         return rows
 
 
-def _parallel_state(device: torch.device) -> Any:
-    """Return a context in which this process is a Megatron job of one rank."""
-    if device.type == "cpu":
-        from tests.runtime.trainers.megatron_shim import megatron_on_cpu
+@contextmanager
+def _parallel_state(device: torch.device) -> Iterator[None]:
+    """Make this process a Megatron job of one rank, with random states of its own."""
+    with ExitStack() as stack:
+        if device.type == "cpu":
+            from tests.runtime.trainers.megatron_shim import megatron_on_cpu
 
-        return megatron_on_cpu(1, 1)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+            stack.enter_context(megatron_on_cpu(1, 1))
+        else:
+            from megatron.core import parallel_state
 
-    stack = ExitStack()
-    parallel_state.initialize_model_parallel(1, 1)
-    stack.callback(parallel_state.destroy_model_parallel)
-    model_parallel_cuda_manual_seed(1)
-    return stack
+            parallel_state.initialize_model_parallel(1, 1)
+            stack.callback(parallel_state.destroy_model_parallel)
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1)
+        yield
 
 
 def _ours(program: Program) -> Any:
