@@ -60,7 +60,7 @@ from optpipe.planning import (
     shape_from_config,
     shape_of_trace,
 )
-from optpipe.planning.frameworks.torchtitan import is_torchtitan_text
+from optpipe.planning.frameworks.torchtitan import find_titan_model, is_torchtitan_text
 from optpipe.planning.shape import (
     LORA_TARGETS,
     RECOMPUTABLE,
@@ -1224,6 +1224,7 @@ class CurrentRun(Request):
 
 
 _OF_SCRIPTS = ("sequence", "precision", "flash", "cuda_graphs", "dispatcher", "overlap")
+_OF_TORCHTITAN = ("precision", "cuda_graphs", "dispatcher", "compiled")
 
 
 MAX_AUTO_GPUS = 1024
@@ -1372,14 +1373,15 @@ class TuneRequest(ModelOnGpus):
         """Return the request with what its script says and the caller did not give.
 
         From a text for Megatron these are model, batch, sequence, precision, optimizer and the
-        switches, from one for torchtitan batch and sequence. Switches of the text are not among
+        switches, from one for torchtitan model, batch, sequence, and in torchtitan precision and
+        switches. Switches of the text are not among
         `chosen_switches`. Raises `InputError` if the text does not say which model it trains.
         """
         text = self.current_file
         is_titan = self.current_format == "torchtitan"
-        if text is not None and is_titan and (self.model or self.config):
+        if text is not None and is_titan:
             return self._complete_from_torchtitan(text)
-        if text is None or is_titan:
+        if text is None:
             return self
         request, num_gpus = self, self.total_gpus
         try:
@@ -1423,12 +1425,14 @@ class TuneRequest(ModelOnGpus):
         return found
 
     def _complete_from_torchtitan(self, text: str) -> Self:
-        """Return the request with batch and sequence of a torchtitan config."""
-        given = self.model_fields_set
+        """Return the request with what a torchtitan config says and the caller did not give."""
+        given, request = self.model_fields_set, self
         try:
+            if self.model is None and self.config is None:
+                request = self.model_copy(update={"model": find_titan_model(text)})
             today = read_torchtitan(
                 text,
-                self.shape,
+                request.shape,
                 self.gpus[0].hardware,
                 self.total_gpus,
                 global_batch=self.global_batch if "global_batch" in given else None,
@@ -1436,13 +1440,17 @@ class TuneRequest(ModelOnGpus):
             )
         except InputError as error:
             raise FieldError(FieldRef("current_file"), f": {error}") from None
-        said = {"global_batch": today.global_batch, "sequence": today.training.sequence}
+        names = ("sequence", *_OF_TORCHTITAN * (self.framework == "torchtitan"))
+        said = {name: getattr(today.training, name) for name in names}
+        said["global_batch"] = today.global_batch
         update = {
             name: value
             for name, value in said.items()
             if name not in given and value != getattr(self, name)
         }
-        return self.model_copy(update=update)
+        found = request.model_copy(update=update)
+        found.model_fields_set.difference_update(set(_SWITCHES) - given)
+        return found
 
     @property
     def traced_degrees(self) -> tuple[int, ...]:

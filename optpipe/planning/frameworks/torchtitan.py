@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TITAN_MODELS",
     "TitanModel",
+    "find_titan_model",
     "is_torchtitan_text",
     "read_torchtitan",
     "titan_model",
@@ -49,6 +50,8 @@ class TitanModel(NamedTuple):
     assets: str
 
 
+_IMPORTED = re.compile(r"\btorchtitan\.models\.(\w+)")
+_REGISTERED = re.compile(r"\bmodel_registry\(\s*['\"]([^'\"]+)['\"]")
 _SETS_PARALLELISM = re.compile(
     r"(?:^|--|\s)parallelism\.[a-z_]+[\s=]|^\s*\[parallelism\]|\.parallelism\b", re.MULTILINE
 )
@@ -338,6 +341,25 @@ def _is_async(training: Training) -> bool:
 
 
 # --- What is read.
+
+
+def find_titan_model(text: str) -> str:
+    """Return the catalogue's name of the model that a torchtitan config trains.
+
+    Raises `InputError` if the text does not name one of `TITAN_MODELS`.
+    """
+    said = _Said(_values(text))
+    imported, registered = _IMPORTED.search(text), _REGISTERED.search(text)
+    module = said.value("model.name", imported and imported[1])
+    flavor = said.value("model.flavor", registered and registered[1])
+    for name, model in TITAN_MODELS.items():
+        if (model.module, model.flavor) == (module, flavor):
+            return name
+    named = " ".join(str(one) for one in (module, flavor) if one) or "none"
+    raise InputError(
+        f"its model is {named}, and the models known by torchtitan's name and flavor are "
+        f"{', '.join(TITAN_MODELS)}; give the model"
+    )
 
 
 def is_torchtitan_text(text: str) -> bool:

@@ -89,6 +89,7 @@ _NUM_ROWS = 11
 _NEXT_SHARE, _NEXT_LEAST, _NEXT_MOST = 0.05, 2.0, 4.0
 """Rows of the result. To fill them up: share of the limit, minimum and maximum in units."""
 
+_LEAST_GAIN = 5e-4  # below which a gain would print as 0.0%
 _MOST_CHANCE = 0.99  # above which the probability of a gain is not a number
 _MOST_VERDICT, _SHOWN_ROWS = 140, 16  # characters of a repr; rows of a notebook
 _ROUND = 4
@@ -240,7 +241,7 @@ class TuneResult:
 
         None without a gain, and for accelerators on which no published run was compared.
         """
-        if not self.gain or self.gain < 0 or self.error is None:
+        if self.gain is None or self.gain < _LEAST_GAIN or self.error is None:
             return None
         if self.current is None or self.best is None:
             return None
@@ -263,7 +264,7 @@ class TuneResult:
         best, current = self.best, self.current
         if best is None or current is None:
             return ()
-        is_improvement = self.shortfall is not None or best.step_ms < current.step_ms
+        is_improvement = self.shortfall is not None or (self.gain or 0.0) >= _LEAST_GAIN
         return best.changes_from(current) if is_improvement else ()
 
     @property
@@ -290,7 +291,7 @@ class TuneResult:
             return f"{fastest}; what you run {why}"
         if self.gain is None:
             return "the search goes on and has found nothing faster than what you run"
-        if self.gain <= 0:
+        if self.gain < _LEAST_GAIN:
             return f"{fastest}: nothing was found that is faster than what you run"
         said = f"{format_share(self.gain)} less time per step than what you run"
         chance, interval = self.gain_probability, self.gain_interval

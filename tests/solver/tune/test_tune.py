@@ -680,6 +680,10 @@ def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
     assert row.configuration.sizes == (2, 1, 1, 2)
     result = tune(question, current=today, time_limit_s=20)
     assert result.current == row
+    equal = replace(result.rows[0], step_ms=row.step_ms * (1 - 1e-5))
+    alike = replace(result, rows=(equal,))
+    assert "nothing was found that is faster" in alike.verdict
+    assert (alike.changes, alike.gain_probability) == ((), None)
     for small in (question, asked(memory_bytes=max(row.peak_bytes) - 1)):
         again = judge(small, today)
         assert again is not None
