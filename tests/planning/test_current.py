@@ -614,17 +614,19 @@ def test_a_torchtitan_config_names_its_model_and_its_switches() -> None:
     """Also in the form that is written; with another framework's kernels they are not taken."""
     text = f"{TITAN}[model]\nname = 'llama3'\nflavor = '8B'\n[compile]\nenable = true\n"
     text += "[parallelism]\ntensor_parallel_degree = 2\n"
-    asked = {"gpu": "h100", "num_gpus": 8, "current_file": text}
-    found = TuneRequest(**asked).complete()
+    question = {"gpu": "h100", "num_gpus": 8, "current_file": text}
+    found = TuneRequest(**question).complete()
     assert (found.model, found.framework, found.compiled) == ("llama3-8b", "torchtitan", True)
     assert not found.chosen_switches
-    assert not TuneRequest(**asked, framework="any").complete().compiled
-    assert not TuneRequest(**asked, compiled=False).complete().compiled
+    assert not TuneRequest(**question, framework="any").complete().compiled
+    assert not TuneRequest(**question, compiled=False).complete().compiled
     written = torchtitan_config(titan(text, num_gpus=8))
-    assert TuneRequest(**(asked | {"current_file": written})).complete().model == "llama3-8b"
+    assert TuneRequest(**(question | {"current_file": written})).complete().model == "llama3-8b"
     for wrong in ("[model]\nname = 'llama3'\nflavor = '9B'\n", ""):
         with pytest.raises(InputError, match=r"current_file: its model is .*; give the model"):
-            TuneRequest(**(asked | {"current_file": f"{TITAN}[parallelism]\n{wrong}"})).complete()
+            TuneRequest(
+                **(question | {"current_file": f"{TITAN}[parallelism]\n{wrong}"})
+            ).complete()
 
 
 @pytest.mark.parametrize(
